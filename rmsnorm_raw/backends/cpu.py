@@ -1,0 +1,397 @@
+"""The ``cpu`` backend: kernels compiled by a C++ compiler and run by the strict simulator.
+
+The simulated machine is in ``simulator.h``. This module builds translation units for it, caches the
+objects, and turns the faults that it finds into :class:`SimulatorError`. Its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from rmsnorm_raw.backends import Backend, Code, Resources
+from rmsnorm_raw.backends.host_compiler import build, compilers
+from rmsnorm_raw.device import SIMULATED
+from rmsnorm_raw.errors import (
+    BackendUnavailable,
+    CompileError,
+    InvalidInput,
+    LaunchError,
+    SimulatorError,
+)
+from rmsnorm_raw.source import Source
+
+Order = Literal["forward", "reverse", "shuffle"]
+
+MAX_BLOCK = 1024
+#: an odd number of 64-byte lines: stacks a power of two apart would keep what every fiber uses in
+#: the same few sets of the CPU's cache (a forward of 64x1024 bf16 took 20 % longer)
+STACK_BYTES = 64 * 1024 + 64
+#: what lies before and after LDS and every allocation. 0x7fa5 is NaN in fp16 and bf16, and twice in
+#: fp32, so that a kernel which reads it does not get away with that either
+GUARD = np.full(2048, 0x7FA5, "<u2").tobytes()
+ALIGNMENT_BYTES = 256
+
+SIMULATOR = Path(__file__).with_name("simulator.h")
+
+
+def why_unavailable(name: str) -> str | None:
+    """None where a C++ compiler is found, else what to install."""
+    if compilers():
+        return None
+    return (
+        f"backend {name!r} needs a C++ compiler: pip install 'rmsnorm-raw[cpu]' (it brings "
+        "ziglang), or install the system's c++"
+    )
+
+
+def make_backend(name: str, wave: int) -> Backend:
+    """A simulator with waves of 64 lanes (AMD's branch of the kernels) or 32 (CUDA's).
+
+    Raises:
+        InvalidInput: another wave width.
+        BackendUnavailable: there is no C++ compiler.
+    """
+    return CpuBackend(wave)
+
+
+class _Request(ctypes.Structure):
+    """``rr_sim::Launch`` of simulator.h, field by field."""
+
+    _fields_ = (
+        ("stacks", ctypes.c_void_p),
+        ("stack_bytes", ctypes.c_uint64),
+        ("lds", ctypes.c_void_p),
+        ("guard", ctypes.c_char_p),
+        ("threads", ctypes.c_void_p),
+        ("args", ctypes.c_char_p),
+        ("guard_bytes", ctypes.c_uint32),
+        ("lds_bytes", ctypes.c_uint32),
+        ("grid", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("fault_line", ctypes.c_uint32),
+        ("fault_block", ctypes.c_uint32),
+        ("fault", ctypes.c_char * 256),
+    )
+
+
+class _Parameter(NamedTuple):
+    """A kernel's parameter: kind "p" (pointer), "i" (integer) or "f" (float), and its bytes."""
+
+    kind: str
+    size_bytes: int
+
+    def takes(self, value: np.generic) -> bool:
+        kinds = {"p": "u", "i": "biu", "f": "f"}[self.kind]
+        return value.dtype.kind in kinds and value.nbytes == self.size_bytes
+
+    def __str__(self) -> str:
+        kind = {"p": "pointer (uint64)", "i": "integer", "f": "float"}[self.kind]
+        return f"{kind} of {self.size_bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A kernel of a loaded object; ``file`` is its source's name, for messages."""
+
+    entry_point: str
+    file: str
+    parameters: tuple[_Parameter, ...]
+    run: Any = field(repr=False)
+
+
+class _Machine:
+    """The memory that blocks run in. A process has one, and one launch runs in it at a time.
+
+    Backends may share an object, and an object keeps its fibers in static variables: no two
+    launches could run side by side whoever owned the stacks.
+    """
+
+    def __init__(self) -> None:
+        lds_bytes = max(device.lds_bytes for device in SIMULATED.values())
+        self.lock = threading.Lock()
+        self._stacks = np.empty(MAX_BLOCK * STACK_BYTES, np.uint8)
+        self._lds = np.empty(ALIGNMENT_BYTES + lds_bytes + 2 * len(GUARD), np.uint8)
+        self.stacks = self._stacks.ctypes.data
+        self.lds = _aligned(self._lds.ctypes.data + len(GUARD))
+
+
+@functools.cache
+def _machine() -> _Machine:
+    return _Machine()
+
+
+class CpuBackend:
+    """A strict simulator of a GPU; see :class:`rmsnorm_raw.backends.Backend`.
+
+    Streams are accepted and ignored: everything has happened when a call returns.
+
+    Args:
+        wave: lanes of a wave, 64 or 32.
+        order: in which the waves of a block, and the lanes of a wave, take their turns between
+            barriers. "shuffle" draws a new order for each launch.
+        seed: of "shuffle".
+        compiler: a command line; by default the first of :func:`compilers`.
+
+    Raises:
+        InvalidInput: a wave width or an order that there is not.
+        BackendUnavailable: no compiler was given or found.
+    """
+
+    def __init__(
+        self,
+        wave: int = 64,
+        *,
+        order: Order = "forward",
+        seed: int = 0,
+        compiler: Sequence[str] | None = None,
+    ) -> None:
+        if wave not in SIMULATED:
+            raise InvalidInput(f"wave is {wave}: the simulator has waves of 64 or 32 lanes")
+        if order not in get_args(Order):
+            raise InvalidInput(f"order {order!r} is not one of {', '.join(get_args(Order))}")
+        if compiler is None:
+            if reason := why_unavailable("cpu"):
+                raise BackendUnavailable(reason)
+            compiler = compilers()[0]
+        self.name = "cpu"
+        self.device = SIMULATED[wave]
+        self._order = order
+        self._random = np.random.default_rng(seed)
+        self._compiler = tuple(compiler)
+        self._allocations: weakref.WeakValueDictionary[tuple[int, int], np.ndarray] = (
+            weakref.WeakValueDictionary()
+        )
+
+    # ---- building ------------------------------------------------------------------------------
+
+    def compile(self, source: Source) -> Code:
+        """Compile, or load from the cache; see :func:`rmsnorm_raw.backends.host_compiler.build`.
+
+        Raises:
+            CompileError: the compiler's log names the lines of ``source.name``; or the source is
+                rendered for waves of another width.
+        """
+        built = build(self._translation_unit(source), self._compiler, source.slug)
+        library = ctypes.CDLL(str(built.path))
+        functions = {entry: _load(library, entry, source.name) for entry in source.entry_points}
+        resources = {entry: Resources() for entry in functions}
+        return Code(functions, resources, built.log, built.digest)
+
+    def _translation_unit(self, source: Source) -> str:
+        defines = {"RR_SIMULATOR": "1", "RR_WAVE": str(self.device.wave), **dict(source.defines)}
+        if defines["RR_WAVE"] != str(self.device.wave):
+            raise CompileError(
+                source.slug,
+                f"{source.name} is rendered for waves of {defines['RR_WAVE']} lanes",
+                f"render it for this backend's device, {self.device.name}",
+            )
+        return "\n".join(
+            (
+                *(f"#define {name} {value}" for name, value in defines.items()),
+                f'#line 1 "{SIMULATOR.name}"',
+                SIMULATOR.read_text(encoding="utf-8"),
+                f'#line 1 "{source.name}"',
+                source.text,
+                '#line 1 "entry points"',
+                *(f"RR_SIM_ENTRY({entry})" for entry in source.entry_points),
+                "",
+            )
+        )
+
+    # ---- launching -----------------------------------------------------------------------------
+
+    def launch(
+        self,
+        function: Any,
+        grid: int,
+        block: int,
+        args: Sequence[np.generic],
+        lds_bytes: int,
+        stream: int,
+    ) -> None:
+        """Run one launch to its end.
+
+        Raises:
+            LaunchError: a grid, block, LDS size or argument that the device would not take.
+            SimulatorError: a fault in the kernel, with its line, or a store outside a buffer.
+        """
+        _require_stream(stream)
+        self._require_geometry(function.entry_point, grid, block, lds_bytes)
+        threads = self._running_order(block)
+        machine = _machine()
+        request = _Request(
+            stacks=machine.stacks,
+            stack_bytes=STACK_BYTES,
+            lds=machine.lds,
+            guard=GUARD,
+            threads=threads.ctypes.data,
+            args=_packed(function, args),
+            guard_bytes=len(GUARD),
+            lds_bytes=lds_bytes,
+            grid=grid,
+            block=block,
+        )
+        with machine.lock:
+            function.run(ctypes.byref(request))
+            if request.fault:
+                line = f":{request.fault_line}" if request.fault_line else ""
+                raise SimulatorError(
+                    f"{function.file}{line}: {request.fault.decode()} "
+                    f"(kernel {function.entry_point}, block {request.fault_block})"
+                )
+            self._check_guards(function.entry_point)
+
+    def _require_geometry(self, entry_point: str, grid: int, block: int, lds_bytes: int) -> None:
+        wave, most_lds = self.device.wave, self.device.lds_bytes
+        if not (0 < block <= MAX_BLOCK and block % wave == 0):
+            raise LaunchError(
+                f"{entry_point}: a block of {block} threads: whole waves of {wave}, at most "
+                f"{MAX_BLOCK} threads"
+            )
+        if not 0 < grid * block < 1 << 32:
+            raise LaunchError(
+                f"{entry_point}: {grid} blocks of {block} threads: at least one block, and less "
+                "than 2**32 threads in all"
+            )
+        if not 0 <= lds_bytes <= most_lds:
+            raise LaunchError(
+                f"{entry_point}: {lds_bytes} bytes of LDS: {self.device.name} has {most_lds}"
+            )
+
+    def _running_order(self, block: int) -> np.ndarray:
+        waves = np.arange(block, dtype=np.uint16).reshape(-1, self.device.wave)
+        if self._order == "reverse":
+            return np.ascontiguousarray(waves[::-1, ::-1])
+        if self._order == "shuffle":
+            return self._random.permuted(self._random.permutation(waves), axis=1)
+        return waves
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def allocate(self, size_bytes: int) -> tuple[int, np.ndarray]:
+        """(address, owner) of memory full of NaN, aligned to 256 bytes, between guards.
+
+        The owner is a uint8 array of the bytes themselves. The guards are checked after each launch
+        while it, or a view of it, lives.
+        """
+        whole = np.empty(len(GUARD) + size_bytes + len(GUARD) + ALIGNMENT_BYTES, np.uint8)
+        address = _aligned(whole.ctypes.data + len(GUARD))
+        start = address - whole.ctypes.data
+        owner = whole[start : start + size_bytes]
+        owner.fill(0xFF)
+        for _, guard in _guards(whole, address, size_bytes):
+            guard[:] = np.frombuffer(GUARD, np.uint8)
+        with _machine().lock:
+            self._allocations[address, size_bytes] = whole
+        return address, owner
+
+    def _check_guards(self, entry_point: str) -> None:
+        intact = np.frombuffer(GUARD, np.uint8)
+        for (address, size_bytes), whole in self._allocations.items():
+            for first, guard in _guards(whole, address, size_bytes):
+                if guard.tobytes() == GUARD:
+                    continue
+                offset = first + int(np.flatnonzero(guard != intact)[0])
+                guard[:] = intact  # the next launch is not to blame
+                raise SimulatorError(
+                    f"store outside a buffer: at byte {offset} of {size_bytes} "
+                    f"(kernel {entry_point})"
+                )
+
+    def copy(self, target: int, origin: int, size_bytes: int, stream: int) -> None:
+        """Copy between addresses."""
+        _require_stream(stream)
+        ctypes.memmove(target, origin, size_bytes)
+
+    def fill(self, target: int, byte: int, size_bytes: int, stream: int) -> None:
+        """Set bytes at an address."""
+        _require_stream(stream)
+        ctypes.memset(target, byte, size_bytes)
+
+    def to_host(self, origin: int, size_bytes: int, stream: int) -> np.ndarray:
+        """A copy of the bytes at an address, as uint8."""
+        _require_stream(stream)
+        data = np.empty(size_bytes, np.uint8)
+        ctypes.memmove(data.ctypes.data, origin, size_bytes)
+        return data
+
+    def from_host(self, target: int, data: np.ndarray, stream: int) -> None:
+        """Write a contiguous array's bytes to an address.
+
+        Raises:
+            InvalidInput: the array is not C-contiguous.
+        """
+        _require_stream(stream)
+        if not data.flags.c_contiguous:
+            raise InvalidInput("from_host takes a C-contiguous array: use np.ascontiguousarray")
+        ctypes.memmove(target, data.ctypes.data, data.nbytes)
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def synchronize(self, stream: int) -> None:
+        """Nothing to wait for."""
+        _require_stream(stream)
+
+    def record(self, stream: int) -> int:
+        """The host's clock in nanoseconds."""
+        _require_stream(stream)
+        return time.perf_counter_ns()
+
+    def elapsed_us(self, start: Any, end: Any) -> float:
+        """Host microseconds between two records: simulated time, good for no comparison."""
+        return float(end - start) / 1e3
+
+
+def _require_stream(stream: int) -> None:
+    if not isinstance(stream, int):
+        raise InvalidInput(f"stream is {stream!r}: pass the raw handle, an int (0: the default)")
+
+
+def _aligned(address: int) -> int:
+    return -(-address // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _guards(
+    whole: np.ndarray, address: int, size_bytes: int
+) -> tuple[tuple[int, np.ndarray], tuple[int, np.ndarray]]:
+    """The guards of an allocation, each with the offset of its first byte from ``address``."""
+    start = address - whole.ctypes.data
+    end = start + size_bytes
+    return (
+        (-len(GUARD), whole[start - len(GUARD) : start]),
+        (size_bytes, whole[end : end + len(GUARD)]),
+    )
+
+
+def _packed(function: _Function, args: Sequence[np.generic]) -> bytes:
+    """The arguments as the launcher reads them: 8 bytes each."""
+    name, parameters = function.entry_point, function.parameters
+    if len(args) != len(parameters):
+        raise LaunchError(f"{name} takes {len(parameters)} arguments: {len(args)} were given")
+    for index, (arg, parameter) in enumerate(zip(args, parameters, strict=True)):
+        if not isinstance(arg, np.generic) or not parameter.takes(arg):
+            kind = arg.dtype if isinstance(arg, np.generic) else type(arg).__name__
+            raise LaunchError(
+                f"{name}: argument {index} ({arg}, {kind}) should be a NumPy scalar for {parameter}"
+            )
+    return b"".join(arg.tobytes().ljust(8, b"\0") for arg in args)
+
+
+def _load(library: ctypes.CDLL, entry_point: str, file: str) -> _Function:
+    signature = library[f"rr_sim_signature_{entry_point}"]
+    signature.restype = ctypes.c_char_p
+    text = signature().decode()
+    run = library[f"rr_sim_run_{entry_point}"]
+    run.argtypes, run.restype = (ctypes.POINTER(_Request),), None
+    parameters = tuple(_Parameter(k, int(n)) for k, n in zip(text[::2], text[1::2], strict=True))
+    return _Function(entry_point, file, parameters, run)

@@ -1,0 +1,120 @@
+"""The C++ compilers of this machine, and the cache of what they built for the simulator."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from rmsnorm_raw.environment import cache_dir
+from rmsnorm_raw.errors import BackendUnavailable, CompileError
+
+#: of the cache; raise it when a key would have to give another object than it did
+SCHEMA_VERSION = 1
+# -ffp-contract=fast: hiprtc and NVRTC fuse by default too.
+# -nostdlib: nothing here needs a C++ runtime, and zig would first build its own (55 s, zig 0.17.1).
+# -g0: zig's debug information names the folder that it ran in, and no two objects would be equal.
+_FLAGS = (
+    "-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast",
+    "-fno-math-errno", "-g0", "-fdiagnostics-color=never", "-nostdlib",
+)  # fmt: skip
+_LIBRARIES = ("-lm", "-lc")
+
+
+class HostObject(NamedTuple):
+    """A shared object: where it lies, the SHA-256 of its bytes, and the compiler's log."""
+
+    path: Path
+    digest: str
+    log: str
+
+
+def compilers() -> tuple[tuple[str, ...], ...]:
+    """The command lines of the C++ compilers found: the system's ``c++``, then ziglang's."""
+    found: list[tuple[str, ...]] = []
+    if path := shutil.which("c++"):
+        found.append((path,))
+    if importlib.util.find_spec("ziglang") is not None:
+        found.append((sys.executable, "-m", "ziglang", "c++"))
+    return tuple(found)
+
+
+def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:
+    """Compile a translation unit, or take it from :func:`rmsnorm_raw.environment.cache_dir`.
+
+    The key is all that decides the object: the text, the compiler and its version, the flags. An
+    object's file name is the digest of its bytes, so a damaged one is seen and built again; files
+    are renamed into place, so that processes may share a cache.
+
+    Args:
+        unit: C++ text that includes what it needs.
+        compiler: a command line, such as one of :func:`compilers`.
+        slug: the config's slug, for the error message.
+
+    Raises:
+        CompileError: the compiler refused the text.
+        BackendUnavailable: the compiler does not run.
+    """
+    command = (*compiler, *_FLAGS, *_cpu_flags(), "unit.cpp", *_LIBRARIES, "-o", "unit.so")
+    seen = "\0".join((str(SCHEMA_VERSION), _version(compiler), *command, unit))
+    entry = cache_dir() / "simulator" / hashlib.sha256(seen.encode()).hexdigest()
+    for path in entry.glob("*.so"):
+        if _digest(path) == path.stem:
+            return HostObject(path, path.stem, "")
+    return _compile(unit, command, entry, slug)
+
+
+def _compile(unit: str, command: tuple[str, ...], entry: Path, slug: str) -> HostObject:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=entry.parent) as scratch:
+        Path(scratch, "unit.cpp").write_text(unit, encoding="utf-8")
+        done = subprocess.run(
+            command,
+            cwd=scratch,
+            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": scratch},  # zig would keep a second copy
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode != 0:
+            raise CompileError(slug, done.stderr, "Correct the lines that the compiler names.")
+        built = Path(scratch, "unit.so")
+        digest = _digest(built)
+        entry.mkdir(exist_ok=True)
+        path = built.replace(entry / f"{digest}.so")
+    return HostObject(path, digest, done.stderr)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def _version(compiler: tuple[str, ...]) -> str:
+    try:
+        asked = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendUnavailable(
+            f"the C++ compiler {' '.join(compiler)!r} does not run ({error}): repair it, or take "
+            "it off PATH and pip install 'rmsnorm-raw[cpu]'"
+        ) from error
+    return asked.stdout
+
+
+@functools.cache
+def _cpu_flags() -> tuple[str, ...]:
+    """-mfma where this CPU has it: fmaf is a library call otherwise."""
+    if platform.machine() != "x86_64" or platform.system() != "Linux":
+        return ()
+    return ("-mfma",) if " fma " in Path("/proc/cpuinfo").read_text(encoding="utf-8") else ()

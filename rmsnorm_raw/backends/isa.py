@@ -1,0 +1,253 @@
+"""Reading gfx9 machine code: what each instruction does, what is in flight, where the loops are.
+
+Pure Python over disassembly; :mod:`.offline` supplies the text. Everything here holds for gfx942
+and gfx950, whose loads, copies to LDS and stores retire in order through one counter, ``vmcnt``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+#: the counter has six bits; with more in flight the issue stalls
+MAX_VMCNT = 63
+
+_VMEM = re.compile(
+    r"(?P<space>global|buffer|flat|scratch)_(?P<kind>load|store|atomic)_(?P<lds>lds_)?(?P<format>\w+)"
+)
+_COUNT = re.compile(r"s_waitcnt .*\bvmcnt\((\d+)\)")
+_FORMAT_BYTES = re.compile(r"(?P<dwords>dword)(x(?P<count>[234]))?|[us]?(?P<short>short)|[us]?byte")
+
+
+class Access(NamedTuple):
+    """What one vector-memory instruction does, for each lane.
+
+    Attributes:
+        space: "global", "buffer", "flat" or "scratch".
+        kind: "load", "store" or "atomic".
+        size_bytes: bytes a lane moves; 0 for atomics.
+        to_lds: a copy that lands in LDS and not in registers.
+        nontemporal: it carries the ``nt`` bit.
+    """
+
+    space: str
+    kind: str
+    size_bytes: int
+    to_lds: bool
+    nontemporal: bool
+
+    def __str__(self) -> str:
+        size = f" {self.size_bytes} B" if self.size_bytes else ""
+        return f"{self.space} {self.kind}{' to LDS' * self.to_lds}{size}{' nt' * self.nontemporal}"
+
+
+class Instruction(NamedTuple):
+    """One instruction: bytes from its kernel's start, and the text that comgr prints."""
+
+    offset: int
+    text: str
+
+    @property
+    def mnemonic(self) -> str:
+        """The first word, without the suffix of its encoding (_e32, _e64)."""
+        return re.sub(r"_e(32|64)$", "", self.text.split(maxsplit=1)[0])
+
+    @property
+    def access(self) -> Access | None:
+        """The vector-memory operation that it is, or None. Cache maintenance is none."""
+        found = _VMEM.match(self.text)
+        if found is None:
+            return None
+        words = self.text.split()
+        kind, size_bytes = found["kind"], 0
+        if kind != "atomic":
+            width = _FORMAT_BYTES.match(found["format"])
+            if width is None:
+                raise ValueError(f"the width of {self.text!r} is not known")
+            unit = 4 if width["dwords"] else 2 if width["short"] else 1
+            size_bytes = unit * int(width["count"] or 1)
+        to_lds = found["lds"] is not None or "lds" in words
+        return Access(found["space"], kind, size_bytes, to_lds, "nt" in words)
+
+    @property
+    def vmcnt(self) -> int | None:
+        """The operations that an ``s_waitcnt`` lets stay in flight; None if it waits for none."""
+        found = _COUNT.match(self.text)
+        return int(found[1]) if found else None
+
+    @property
+    def branch_target(self) -> int | None:
+        """The offset that a branch goes to: a signed count of 4-byte words after the branch."""
+        found = re.fullmatch(r"s_c?branch\w* (\d+)", self.text)
+        if found is None:
+            return None
+        words = int(found[1])
+        return self.offset + 4 + 4 * (words - (words >> 15 << 16))
+
+    @property
+    def group(self) -> str:
+        """The kind that :attr:`.kernel_report.KernelReport.mix` counts it as."""
+        name = self.mnemonic
+        if (access := self.access) is not None:
+            return str(access)
+        if name.endswith("_dpp"):
+            return "dpp"
+        if name.startswith(("ds_", "v_cvt_")):
+            return name
+        for start, group in _GROUPS:
+            if name.startswith(start):
+                return group
+        return name
+
+
+_GROUPS = (
+    ("v_permlane", "permlane"), ("v_read", "read lane"), ("v_", "vector"), ("s_barrier", "barrier"),
+    ("s_waitcnt", "wait"), ("s_load_", "scalar load"), ("s_", "scalar"),
+)  # fmt: skip
+
+
+def replay(
+    instructions: Sequence[Instruction], *, loop: bool
+) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
+    """Each instruction with the vector-memory operations in flight before it, oldest first.
+
+    A wait for ``vmcnt(N)`` retires all but the N youngest. Every instruction is taken to run, so
+    what lies behind a mask counts, and both sides of a branch do.
+
+    Args:
+        loop: go round again until a pass starts with what the one before it started with.
+    """
+    flying: list[Instruction] = []
+    for _ in range(MAX_VMCNT if loop else 1):
+        at_top = flying.copy()
+        for instruction in instructions:
+            yield instruction, tuple(flying)
+            if (count := instruction.vmcnt) is not None:
+                del flying[: max(0, len(flying) - count)]
+            elif instruction.access is not None:
+                flying.append(instruction)
+                del flying[:-MAX_VMCNT]
+        if flying == at_top:
+            return
+
+
+def bytes_before_first_wait(instructions: Sequence[Instruction], *, loop: bool) -> int:
+    """The most bytes of loads that a lane has in flight when a wait needs one of them.
+
+    Weight loads in flight at that moment count too: machine code does not tell them from row loads.
+
+    Args:
+        loop: the instructions are a loop's body; loads of the iterations before it count.
+    """
+    most = 0
+    for instruction, flying in replay(instructions, loop=loop):
+        if instruction.vmcnt is not None:
+            sizes = [_load_bytes(each) for each in flying]
+            if any(sizes[: max(0, len(sizes) - instruction.vmcnt)]):
+                most = max(most, sum(sizes))
+    return most
+
+
+def loops(instructions: Sequence[Instruction]) -> list[tuple[Instruction, ...]]:
+    """The bodies of the natural loops, in the order in which they run.
+
+    By dominators, since the layout misleads: the compiler enters loops in their middle, and moves
+    blocks behind a mask out of line, from where they branch backward without being a loop.
+    """
+    blocks = _blocks(instructions)
+    order = _reverse_postorder(blocks)
+    before: dict[int, list[int]] = {each: [] for each in order}
+    for each in order:
+        for follower in blocks[each].followers:
+            before[follower].append(each)
+    dominators = {each: set(order) for each in order} | {order[0]: {order[0]}}
+    settled = False
+    while not settled:
+        settled = True
+        for each in order[1:]:
+            found = {each}.union(set.intersection(*(dominators[one] for one in before[each])))
+            settled = settled and found == dominators[each]
+            dominators[each] = found
+    members: dict[int, set[int]] = {}
+    for last in order:
+        for head in blocks[last].followers:
+            if head in dominators[last]:
+                body = members.setdefault(head, {head})
+                waiting = [last]
+                while waiting:
+                    each = waiting.pop()
+                    if each not in body:
+                        body.add(each)
+                        waiting += before[each]
+    return [
+        tuple(one for each in order if each in body for one in blocks[each].instructions)
+        for body in members.values()
+    ]
+
+
+class _Block(NamedTuple):
+    instructions: Sequence[Instruction]
+    followers: tuple[int, ...]
+
+
+def _blocks(instructions: Sequence[Instruction]) -> dict[int, _Block]:
+    """The basic blocks by the offset of their first instruction."""
+    starts = {instructions[0].offset}
+    for instruction, following in itertools.pairwise(instructions):
+        if (target := instruction.branch_target) is not None:
+            starts |= {target, following.offset}
+    at = [i for i, instruction in enumerate(instructions) if instruction.offset in starts]
+    blocks = {}
+    for first, after in itertools.pairwise((*at, len(instructions))):
+        last = instructions[after - 1]
+        followers = [] if last.branch_target is None else [last.branch_target]
+        if last.mnemonic not in ("s_branch", "s_endpgm") and after < len(instructions):
+            followers.append(instructions[after].offset)
+        blocks[instructions[first].offset] = _Block(instructions[first:after], tuple(followers))
+    return blocks
+
+
+def _reverse_postorder(blocks: Mapping[int, _Block]) -> list[int]:
+    """Offsets of the blocks that are reached, each before those that follow it on the way down."""
+    first = next(iter(blocks))
+    done: list[int] = []
+    seen = {first}
+    stack = [(first, iter(blocks[first].followers))]
+    while stack:
+        offset, followers = stack[-1]
+        follower = next((each for each in followers if each not in seen), None)
+        if follower is None:
+            done.append(offset)
+            stack.pop()
+        else:
+            seen.add(follower)
+            stack.append((follower, iter(blocks[follower].followers)))
+    return done[::-1]
+
+
+def find_row_loop(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The body of the loop over rows (or over a row's tiles); () in a kernel without one.
+
+    It is an innermost loop with loads or copies to LDS. Where such loops are several, one that
+    stores outputs goes first, and then the one that loads the most: a remainder loop loads less
+    than the unrolled one before it.
+    """
+    loading = [body for body in loops(instructions) if any(map(_load_bytes, body))]
+    inner = [body for body in loading if not any(set(one) < set(body) for one in loading)]
+
+    def rank(body: tuple[Instruction, ...]) -> tuple[bool, int]:
+        return any(map(_is_store, body)), sum(map(_load_bytes, body))
+
+    return max(inner, key=rank, default=())
+
+
+def _load_bytes(instruction: Instruction) -> int:
+    access = instruction.access
+    return access.size_bytes if access and access.kind == "load" else 0
+
+
+def _is_store(instruction: Instruction) -> bool:
+    access = instruction.access
+    return access is not None and access.kind == "store"

@@ -1,0 +1,325 @@
+"""``rmsnorm-raw``: the workbench from a shell.
+
+Results go to stdout and into files, progress and errors to stderr. Exit code 1: a cell of a sweep
+failed, or nothing can run here; 2: a wrong argument or another error of the package's own, as one
+message. Modules are imported by the commands that need them, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rmsnorm_raw.errors import RmsnormRawError
+
+if TYPE_CHECKING:
+    from rmsnorm_raw.device import DeviceSpec
+    from rmsnorm_raw.problem import Problem
+    from rmsnorm_raw.study.sweep import Row
+
+#: of tables that go into a file or a pipe, where no terminal gives a width: none is wider
+PLAIN_WIDTH = 400
+
+
+class _OwnErrors(TyperGroup):
+    """Commands whose errors of the package's own are one message and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RmsnormRawError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=_OwnErrors,
+    help="RMSNorm kernels as inline HIP source: verified, timed, set beside a roofline.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Op(str, enum.Enum):
+    """The values of --op."""
+
+    forward = "forward"
+    backward = "backward"
+
+
+class Regime(str, enum.Enum):
+    """The values of --regime."""
+
+    cold = "cold"
+    steady = "steady"
+
+
+OpOption = Annotated[Op, typer.Option("--op", help="The operation.")]
+RowsOption = Annotated[int, typer.Option("--rows", help="M, the number of rows.")]
+ColsOption = Annotated[int, typer.Option("--cols", help="N, the elements of a row.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Of x: fp16, bf16 or fp32.")]
+WeightOption = Annotated[
+    str, typer.Option("--weight-dtype", help="fp16, bf16, fp32, same (as x) or none (no weight).")
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option("--config", help="A slug, e.g. b512-t256-v16; by default the ladder's choice."),
+]
+BackendOption = Annotated[
+    str | None,
+    typer.Option("--backend", help="rocm, cuda or cpu; by default what is here, in this order."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", file_okay=False, help="By default ./rmsnorm-raw-results/<device>/<time>."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """What is here, what is missing, and the command that mends it; exit code 1 if nothing runs."""
+    from rmsnorm_raw import backends, environment
+
+    checks = environment.checks()
+    refusals = {name: backends.available(name) for name in backends.NAMES}
+    if as_json:
+        _print_json({"checks": [asdict(check) for check in checks], "backends": refusals})
+    else:
+        mark = {True: "ok", False: "MEND", None: "-"}
+        rows = [(mark[check.ok], check.name, check.found, check.mend) for check in checks]
+        _print_table(("", "what", "found", "mend it with"), rows)
+        states = [(name, refusal or "runs here") for name, refusal in refusals.items()]
+        _print_table(("backend", "state"), states)
+    if None not in refusals.values():
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    op: OpOption,
+    rows: RowsOption,
+    cols: ColsOption,
+    dtype: DtypeOption = "bf16",
+    weight_dtype: WeightOption = "same",
+    config: ConfigOption = None,
+    backend: BackendOption = None,
+    source: Annotated[bool, typer.Option("--source", help="Print the HIP text alone.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What a problem is compiled to: config, space, launches, resources, defines, source."""
+    from rmsnorm_raw import launch, workbench
+
+    problem = _problem(op, rows, cols, dtype, weight_dtype)
+    kernel = workbench.build(problem, config, backend=backend)
+    if source:
+        print(kernel.source.text)
+        return
+    device = kernel.binary.backend.device
+    space = workbench.enumerate_configs(problem, device)
+    nowhere = {
+        name: launch.Tensor(0) for name in launch.tensor_bytes(problem, kernel.config, device)
+    }
+    launches = launch.make_plan(problem, kernel.config, kernel.binary, nowhere).launches
+    facts = {
+        "problem": str(problem),
+        "device": f"{device.name} ({device.arch})",
+        "config": kernel.config.slug,
+        "chosen_by": "--config" if config else "the ladder",
+        "kept_configs": len(space.kept),
+        "rejected_configs": len(space.rejected),
+        "logical_bytes": problem.logical_bytes(),
+        "source_digest": kernel.source.digest,
+    }
+    lists = {
+        "launches": [
+            {
+                "entry_point": it.entry_point,
+                "grid": it.grid,
+                "block": it.block,
+                "lds_bytes": it.lds_bytes,
+            }
+            for it in launches
+        ],
+        "resources": [
+            {"entry_point": name} | asdict(taken) for name, taken in kernel.resources.items()
+        ],
+        "defines": [{"name": name, "value": value} for name, value in kernel.source.defines],
+    }
+    if as_json:
+        _print_json(facts | lists)
+        return
+    _print_table(("", ""), facts.items())
+    for title, entries in lists.items():
+        print(f"\n{title}")
+        _print_table(entries[0].keys() if entries else (), (it.values() for it in entries))
+
+
+@app.command()
+def bench(
+    op: OpOption,
+    rows: RowsOption,
+    cols: ColsOption,
+    dtype: DtypeOption = "bf16",
+    weight_dtype: WeightOption = "same",
+    config: ConfigOption = None,
+    regime: Annotated[
+        Regime,
+        typer.Option(
+            "--regime", help="cold: one call on an evicted cache; steady: trains of calls."
+        ),
+    ] = Regime.cold,
+    backend: BackendOption = None,
+    out: OutOption = None,
+) -> None:
+    """Verify one kernel, time it and set it beside the roofline; writes bench.json."""
+    from rmsnorm_raw import environment, measure, workbench
+    from rmsnorm_raw.study.sweep import cell_columns, roofline_facts, time_columns
+
+    problem = _problem(op, rows, cols, dtype, weight_dtype)
+    with _progress() as step:
+        step(0, 4, "build")
+        kernel = workbench.build(problem, config, backend=backend)
+        where = kernel.binary.backend
+        step(1, 4, "verify")
+        verdict = kernel.check()
+        step(2, 4, "time")
+        samples = measure.measure(
+            problem, kernel.config, kernel.binary, verdict, regime=regime.value
+        )
+        step(3, 4, "roofline")
+        roofline = None if where.device.simulated else workbench.roofline(where)
+        step(4, 4, "done")
+    row = cell_columns(problem, kernel.config, where.device) | time_columns(
+        problem, verdict, samples, roofline
+    )
+    facts = {
+        "command": sys.argv,
+        "backend": where.name,
+        "device": asdict(where.device),
+        "row": row,
+        "verdict": asdict(verdict),
+        "samples": asdict(samples),
+        "roofline": roofline and roofline_facts(roofline),
+    }
+    path = _out_dir(out, where.device) / "bench.json"
+    environment.write(path, facts)
+    _print_rows([row])
+    print(f"gate: {verdict}")
+    print(f"time: {samples}")
+    if roofline is not None:
+        print(f"roofline: {roofline}")
+    print(f"written: {path}")
+
+
+@app.command()
+def sweep(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="At most 0.3 s of sampling a cell, instead of 2 s.")
+    ] = False,
+    backend: BackendOption = None,
+    rows_cap: Annotated[
+        int | None,
+        typer.Option("--rows-cap", min=1, help="The most rows a cell is run with."),
+    ] = None,
+    out: OutOption = None,
+) -> None:
+    """Verify and time the study's 90 cells; writes sweep.csv and environment.json."""
+    from rmsnorm_raw import backends
+    from rmsnorm_raw.study import sweep as study
+
+    where = backends.get_backend(backend)
+    out_dir = _out_dir(out, where.device)
+    print(f"writing to {out_dir}", file=sys.stderr)
+    with _progress() as step:
+        outcome = study.sweep(
+            where,
+            out_dir,
+            rows_cap=rows_cap,
+            budget_s=0.3 if quick else 2.0,
+            progress=step,
+        )
+    _print_rows(outcome.rows)
+    print("\n".join(study.summary(outcome)))
+    print(f"written: {outcome.csv_path}, {outcome.environment_path}")
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+def _problem(op: Op, rows: int, cols: int, dtype: str, weight_dtype: str) -> Problem:
+    from rmsnorm_raw.problem import Problem
+
+    build = Problem.forward if op is Op.forward else Problem.backward
+    return build(rows, cols, dtype, weight_dtype=None if weight_dtype == "none" else weight_dtype)
+
+
+def _out_dir(chosen: Path | None, device: DeviceSpec) -> Path:
+    if chosen is not None:
+        return chosen
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
+    return Path("rmsnorm-raw-results", name, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A function to call as each step begins: a bar on a terminal, else lines; both on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, of, what: print(f"[{done}/{of}] {what}", file=sys.stderr, flush=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+#: column of a sweep -> its title in a printed table; what is not here is in the CSV alone
+TITLES = {
+    "op": "op", "m": "m", "n": "n", "act": "x", "weight": "w", "config": "config",
+    "verdict": "verdict", "median_us": "us", "gbps": "GB/s", "pct_copy": "% copy",
+    "pct_write": "% write", "pct_2r1w": "% 2r1w", "pct_best": "% best", "pct_matched": "% matched",
+}  # fmt: skip
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    """Rows of a sweep, without the columns that are empty throughout (the simulator's speeds)."""
+    titles = TITLES | ({"median_us": "simulated us"} if rows[0]["simulated"] == "true" else {})
+    columns = [column for column in titles if any(row[column] for row in rows)]
+    table = ([row[column] for column in columns] for row in rows)
+    _print_table([titles[column] for column in columns], table)
+
+
+def _print_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    titles = list(titles)
+    table = Table(*titles, box=None, show_header=any(titles))
+    for row in rows:
+        table.add_row(*("-" if value is None else str(value) for value in row))
+    console = Console(
+        width=None if sys.stdout.isatty() else PLAIN_WIDTH, markup=False, highlight=False
+    )
+    console.print(table)
+
+
+def _print_json(facts: object) -> None:
+    print(json.dumps(facts, indent=2))

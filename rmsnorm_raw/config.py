@@ -1,0 +1,140 @@
+"""Config: the knobs of a kernel, their slug, and the counts that follow from them.
+
+Which values fit a problem is decided in :mod:`rmsnorm_raw.space`; the ladder that picks the default
+is there too, since a default must be one of the kept configs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from rmsnorm_raw.errors import InvalidConfig
+
+Path = Literal["registers", "pingpong", "lds", "two_pass"]
+Policy = Literal["default", "keep", "stream"]
+Finish = Literal["kernel", "last_block"]
+
+PATH_SLUG = {"registers": "reg", "pingpong": "pp", "two_pass": "2p"}
+POLICY_SLUG = {"keep": "k", "stream": "s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One point of the kernel space. Omitted knobs have the fixed defaults below, never a guess.
+
+    Attributes:
+        block: threads of a block (``b``).
+        threads_per_row: lanes that share a row (``t``); rows of a block = block / it.
+        vec: bytes of x that a lane moves at once (``v``).
+        path: how a row travels. ``reg``: read once, kept in registers. ``pp``: the next row is
+            loaded into a second register set while this one is reduced. ``lds<stages>[b][r]``:
+            asynchronous copies into an LDS ring, by lanes or (``b``) in bulk; after the reduction
+            the row comes from registers or (``r``) from the ring again. ``2p``: rows too wide to
+            keep are read twice.
+        stages: depth of the LDS ring; 0 on other paths.
+        bulk: the ring is filled by bulk row copies (sm_90).
+        reread: the row is read from the ring again after the reduction.
+        load_policy: of the rows, ``-lk`` keep or ``-ls`` stream.
+        store_policy: of the rows, ``-sk`` keep or ``-ss`` stream.
+        waves_per_eu: ``-w``, AMD's second launch bound; 0 for none.
+        min_blocks: ``-m``, CUDA's second launch bound; 0 for none.
+        programs: ``-p``, blocks per compute unit of a persistent grid; 0 for one block a row group.
+        finish: of dW, ``-fk`` a second kernel or ``-fl`` the last block.
+    """
+
+    block: int = 256
+    threads_per_row: int = 0  # 0 stands for block and is replaced by it
+    vec: int = 16
+    path: Path = "registers"
+    stages: int = 0
+    bulk: bool = False
+    reread: bool = False
+    load_policy: Policy = "default"
+    store_policy: Policy = "default"
+    waves_per_eu: int = 0
+    min_blocks: int = 0
+    programs: int = 0
+    finish: Finish = "kernel"
+
+    def __post_init__(self) -> None:
+        if not self.threads_per_row:
+            object.__setattr__(self, "threads_per_row", self.block)
+
+    @property
+    def rows_per_block(self) -> int:
+        """Rows that a block works on at a time."""
+        return max(1, self.block // self.threads_per_row)
+
+    @property
+    def slug(self) -> str:
+        """The config's one name: test ids, CSV, caches, errors and the REPL all use it."""
+        path = PATH_SLUG.get(self.path) or f"lds{self.stages}{'b' * self.bulk}{'r' * self.reread}"
+        parts = [f"b{self.block}", f"t{self.threads_per_row}", f"v{self.vec}", path]
+        if self.load_policy != "default":
+            parts.append(f"l{POLICY_SLUG[self.load_policy]}")
+        if self.store_policy != "default":
+            parts.append(f"s{POLICY_SLUG[self.store_policy]}")
+        for letter, value in (
+            ("w", self.waves_per_eu),
+            ("m", self.min_blocks),
+            ("p", self.programs),
+        ):
+            if value:
+                parts.append(f"{letter}{value}")
+        if self.finish == "last_block":
+            parts.append("fl")
+        return "-".join(parts)
+
+    def __str__(self) -> str:
+        return self.slug
+
+    @classmethod
+    def parse(cls, slug: str) -> Config:
+        """The config that a slug names; knobs may come in any order, omitted ones keep defaults.
+
+        Raises:
+            InvalidConfig: a part that names no knob (with the nearest that does), or one twice.
+        """
+        fields: dict[str, object] = {}
+        for part in slug.strip().split("-"):
+            knob = _parse_part(slug, part)
+            for field in knob.keys() & fields.keys():
+                raise InvalidConfig(slug, f"{part!r} sets {field} a second time: give a knob once")
+            fields.update(knob)
+        return cls(**fields)  # type: ignore[arg-type]
+
+
+_NUMBERS = {
+    "b": "block", "t": "threads_per_row", "v": "vec", "w": "waves_per_eu", "m": "min_blocks",
+    "p": "programs",
+}  # fmt: skip
+_PATHS = {short: long for long, short in PATH_SLUG.items()}
+_POLICIES = {short: long for long, short in POLICY_SLUG.items()}
+_FINISHES = {"fk": "kernel", "fl": "last_block"}
+_EXAMPLES = (
+    *(f"b{n}" for n in (64, 128, 256, 512, 1024)), *(f"t{n}" for n in (8, 32, 64, 128, 256, 512)),
+    "v2", "v4", "v8", "v16", *_PATHS, *(f"lds{n}" for n in range(2, 9)), "lds3b", "lds3r", "lds3br",
+    "lk", "ls", "sk", "ss", "w1", "w2", "w4", "m1", "m2", "m4", "p1", "p2", "p4", "fk", "fl",
+)  # fmt: skip
+
+
+def _parse_part(slug: str, part: str) -> dict[str, object]:
+    if part in _PATHS:
+        return {"path": _PATHS[part]}
+    if part in _FINISHES:
+        return {"finish": _FINISHES[part]}
+    if ring := re.fullmatch(r"lds(\d+)(b?)(r?)", part):
+        return {
+            "path": "lds", "stages": int(ring[1]), "bulk": bool(ring[2]), "reread": bool(ring[3])
+        }  # fmt: skip
+    if policy := re.fullmatch(r"([ls])([ks])", part):
+        field = "load_policy" if policy[1] == "l" else "store_policy"
+        return {field: _POLICIES[policy[2]]}
+    if (number := re.fullmatch(r"([btvwmp])(\d{1,5})", part)) and int(number[2]) > 0:
+        return {_NUMBERS[number[1]]: int(number[2])}
+    near = difflib.get_close_matches(part, _EXAMPLES, n=1, cutoff=0.0)
+    hint = slug.replace(part, near[0], 1) if part and near else "b256-t256-v16-reg"
+    raise InvalidConfig(slug, f"{part!r} names no knob; the nearest valid slug is {hint!r}")

@@ -1,0 +1,56 @@
+"""Exceptions. Each message says what was wrong and what to do next."""
+
+from __future__ import annotations
+
+
+class RmsnormRawError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class InvalidInput(RmsnormRawError, ValueError):
+    """An argument that no kernel can serve: wrong shape, dtype, device, eps, overlap."""
+
+
+class InvalidConfig(RmsnormRawError, ValueError):
+    """A slug that does not parse, or a config that does not fit the problem.
+
+    Attributes:
+        slug: the offending slug, as written.
+        reason: why it was refused.
+    """
+
+    def __init__(self, slug: str, reason: str) -> None:
+        super().__init__(f"config {slug!r}: {reason}")
+        self.slug = slug
+        self.reason = reason
+
+
+class BackendUnavailable(RmsnormRawError, RuntimeError):
+    """A backend was asked for that this machine cannot run; the message names what to install."""
+
+
+class CompileError(RmsnormRawError, RuntimeError):
+    """The device compiler refused a source.
+
+    Attributes:
+        slug: the config's slug ("" for sources that have none, such as the probes).
+        log: the compiler's own words, unshortened.
+    """
+
+    def __init__(self, slug: str, log: str, next_step: str) -> None:
+        head = f"config {slug!r} does not compile" if slug else "the source does not compile"
+        super().__init__(f"{head}\n{log.rstrip()}\n{next_step}")
+        self.slug = slug
+        self.log = log
+
+
+class LaunchError(RmsnormRawError, RuntimeError):
+    """A kernel could not be launched, or failed on the device."""
+
+
+class SimulatorError(LaunchError):
+    """The CPU simulator caught a fault (divergence, bad copy, broken guard) and names its line."""
+
+
+class WrongResult(RmsnormRawError, RuntimeError):
+    """A kernel failed the correctness gate; it gets no time."""

@@ -1,0 +1,381 @@
+"""The dialect: one vocabulary for hiprtc, NVRTC, clang and the CPU simulator.
+
+Kernels are written against the names below and never against a vendor's. The text includes nothing
+and defines its own integer names: hiprtc 7 has no ``uint16_t``, NVRTC has no headers at all.
+
+Two branches, AMD (wave 64) and CUDA (wave 32). The simulator compiles either, by its wave, and
+supplies only the leaves marked RR_SIMULATOR: conversions, the copies behind loads and stores, the
+AMD lane builtins and ``__shfl_xor_sync``.
+
+Version 1: vectors, conversions, policies, row sums over DPP, permlane swaps or shuffles.
+"""
+
+TEXT = r"""
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#if RR_WAVE == 64
+#define RR_AMD 1
+#else
+#define RR_AMD 0
+#endif
+#define RR_FN __device__ __forceinline__
+
+// AMD's second launch bound is waves per SIMD, CUDA's is blocks per multiprocessor; the host fills
+// RR_SECOND_BOUND from the knob of its own vendor. The first is not optional: without it hiprtc
+// plans for 1024 threads, caps at 128 registers and spills.
+#if RR_SECOND_BOUND
+#define RR_BOUNDS __launch_bounds__(RR_BLOCK, RR_SECOND_BOUND)
+#else
+#define RR_BOUNDS __launch_bounds__(RR_BLOCK)
+#endif
+
+// One LDS object a kernel, 16-byte aligned, sized at the launch. With two objects hiprtc drains
+// every copy in flight before each read.
+#if defined(RR_SIMULATOR)
+#define RR_LDS(name) float* name = (float*)rr_sim_lds()
+#else
+#define RR_LDS(name)                                                           \
+  extern __shared__ __attribute__((aligned(16))) unsigned char rr_lds_bytes[]; \
+  float* name = (float*)rr_lds_bytes
+#endif
+
+// ---- vectors -------------------------------------------------------------------------------------
+// Structs, not vector attributes: NVRTC ignores ext_vector_type and vector_size with a warning, and
+// a quarter of the data would be moved. An aligned struct becomes one wide access everywhere.
+template <int BYTES> struct Words;
+template <> struct alignas(16) Words<16> { u32 w[4]; };
+template <> struct alignas(8) Words<8> { u32 w[2]; };
+template <> struct alignas(4) Words<4> { u32 w[1]; };
+template <> struct alignas(2) Words<2> { u16 w[1]; };
+#define RR_EXACT(T, bytes) \
+  static_assert(sizeof(T) == bytes && alignof(T) == bytes, "a vector has the wrong size")
+RR_EXACT(Words<16>, 16);
+RR_EXACT(Words<8>, 8);
+RR_EXACT(Words<4>, 4);
+RR_EXACT(Words<2>, 2);
+
+#if RR_AMD && !defined(RR_SIMULATOR)
+// the nontemporal builtins want clang's own vectors
+template <int BYTES> struct Native;
+template <> struct Native<16> { typedef u32 type __attribute__((ext_vector_type(4))); };
+template <> struct Native<8> { typedef u32 type __attribute__((ext_vector_type(2))); };
+template <> struct Native<4> { typedef u32 type; };
+template <> struct Native<2> { typedef u16 type; };
+RR_EXACT(Native<16>::type, 16);
+RR_EXACT(Native<8>::type, 8);
+#endif
+RR_FN float as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
+RR_FN u32 as_bits(float value) { return __builtin_bit_cast(u32, value); }
+
+// ---- loads and stores with a cache policy ----------------------------------------------------------
+#define POLICY_DEFAULT 0
+#define POLICY_KEEP 1    // CUDA: L2 evict_last. AMD has none.
+#define POLICY_STREAM 2  // CUDA: L2 evict_first. AMD: nt.
+
+#if !RR_AMD && !defined(RR_SIMULATOR)
+template <int POLICY> RR_FN u64 l2_policy() {
+  static_assert(POLICY == POLICY_KEEP || POLICY == POLICY_STREAM, "the default needs no policy word");
+  u64 policy;
+  if constexpr (POLICY == POLICY_KEEP) {
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  } else {
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+// Not volatile: a load may be moved and merged like any other, or the loads in flight shrink.
+RR_FN Words<16> load_hinted(const Words<16>* p, u64 policy) {
+  Words<16> v;
+  asm("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3]) : "l"(p), "l"(policy));
+  return v;
+}
+RR_FN Words<8> load_hinted(const Words<8>* p, u64 policy) {
+  Words<8> v;
+  asm("ld.global.L2::cache_hint.v2.u32 {%0, %1}, [%2], %3;"
+      : "=r"(v.w[0]), "=r"(v.w[1]) : "l"(p), "l"(policy));
+  return v;
+}
+RR_FN Words<4> load_hinted(const Words<4>* p, u64 policy) {
+  Words<4> v;
+  asm("ld.global.L2::cache_hint.u32 %0, [%1], %2;" : "=r"(v.w[0]) : "l"(p), "l"(policy));
+  return v;
+}
+RR_FN Words<2> load_hinted(const Words<2>* p, u64 policy) {
+  Words<2> v;
+  asm("ld.global.L2::cache_hint.u16 %0, [%1], %2;" : "=h"(v.w[0]) : "l"(p), "l"(policy));
+  return v;
+}
+RR_FN void store_hinted(Words<16>* p, const Words<16>& v, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
+               :: "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]), "l"(policy) : "memory");
+}
+RR_FN void store_hinted(Words<8>* p, const Words<8>& v, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;"
+               :: "l"(p), "r"(v.w[0]), "r"(v.w[1]), "l"(policy) : "memory");
+}
+RR_FN void store_hinted(Words<4>* p, const Words<4>& v, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" :: "l"(p), "r"(v.w[0]), "l"(policy) : "memory");
+}
+RR_FN void store_hinted(Words<2>* p, const Words<2>& v, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;" :: "l"(p), "h"(v.w[0]), "l"(policy) : "memory");
+}
+#endif
+
+template <int POLICY, int BYTES> RR_FN Words<BYTES> load_words(const void* address) {
+  static_assert(!RR_AMD || POLICY != POLICY_KEEP, "AMD has no keep policy");
+#if defined(RR_SIMULATOR)
+  Words<BYTES> v;
+  rr_sim_load(&v, address, BYTES);
+  return v;
+#elif RR_AMD
+  if constexpr (POLICY == POLICY_STREAM) {
+    typedef typename Native<BYTES>::type T;
+    const T v = __builtin_nontemporal_load((const T*)address);
+    return __builtin_bit_cast(Words<BYTES>, v);
+  } else {
+    return *(const Words<BYTES>*)address;
+  }
+#else
+  if constexpr (POLICY == POLICY_DEFAULT) {
+    return *(const Words<BYTES>*)address;
+  } else {
+    return load_hinted((const Words<BYTES>*)address, l2_policy<POLICY>());
+  }
+#endif
+}
+
+template <int POLICY, int BYTES> RR_FN void store_words(void* address, const Words<BYTES>& v) {
+  static_assert(!RR_AMD || POLICY != POLICY_KEEP, "AMD has no keep policy");
+#if defined(RR_SIMULATOR)
+  rr_sim_store(address, &v, BYTES);
+#elif RR_AMD
+  if constexpr (POLICY == POLICY_STREAM) {
+    typedef typename Native<BYTES>::type T;
+    __builtin_nontemporal_store(__builtin_bit_cast(T, v), (T*)address);
+  } else {
+    *(Words<BYTES>*)address = v;
+  }
+#else
+  if constexpr (POLICY == POLICY_DEFAULT) {
+    *(Words<BYTES>*)address = v;
+  } else {
+    store_hinted((Words<BYTES>*)address, v, l2_policy<POLICY>());
+  }
+#endif
+}
+
+// ---- elements: storage is always u16 or u32, arithmetic always fp32 ---------------------------------
+#define FP16 0
+#define BF16 1
+#define FP32 2
+#define ELEMENT_BYTES(KIND) ((KIND) == FP32 ? 4 : 2)
+
+RR_FN float bf16_value(u32 bits) { return as_float(bits << 16); }
+RR_FN float f16_value(u16 bits) {
+#if defined(RR_SIMULATOR)
+  return rr_sim_f16_value(bits);
+#elif RR_AMD
+  return (float)__builtin_bit_cast(_Float16, bits);
+#else
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+#endif
+}
+
+// Two values rounded to nearest even and packed, `low` in the low half; NaN stays NaN.
+template <int KIND> RR_FN u32 round_pair(float low, float high) {
+  static_assert(KIND == FP16 || KIND == BF16, "fp32 needs no rounding");
+#if defined(RR_SIMULATOR)
+  return KIND == BF16 ? rr_sim_bf16_bits(low) | (u32)rr_sim_bf16_bits(high) << 16
+                      : rr_sim_f16_bits(low) | (u32)rr_sim_f16_bits(high) << 16;
+#elif RR_AMD
+  // whole vectors only: clang's bit cast of one vector element returns element 0 for every index
+  if constexpr (KIND == BF16) {
+    typedef __bf16 pair __attribute__((ext_vector_type(2)));
+    const pair v = {(__bf16)low, (__bf16)high};
+    return __builtin_bit_cast(u32, v);
+  } else {
+    typedef _Float16 pair __attribute__((ext_vector_type(2)));
+    const pair v = {(_Float16)low, (_Float16)high};
+    return __builtin_bit_cast(u32, v);
+  }
+#else
+  u32 bits;  // PTX names the high half first
+  if constexpr (KIND == BF16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  }
+  return bits;
+#endif
+}
+
+// COUNT elements of one kind as they lie in memory, moved in pieces of at most 16 bytes.
+template <int KIND, int COUNT> struct Pack {
+  static constexpr int BYTES = COUNT * ELEMENT_BYTES(KIND);
+  static constexpr int PIECE = BYTES < 16 ? BYTES : 16;
+  static constexpr int PIECES = BYTES / PIECE;
+  Words<PIECE> piece[PIECES];
+
+  // element i, as fp32
+  RR_FN float operator[](int i) const {
+    constexpr int EACH = PIECE / ELEMENT_BYTES(KIND);
+    const Words<PIECE>& p = piece[i / EACH];
+    const int at = i % EACH;
+    if constexpr (KIND == FP32) {
+      return as_float(p.w[at]);
+    } else {
+      // a short piece holds its one element in w[0]; otherwise two elements share a word
+      if constexpr (PIECE == 2) {
+        return KIND == BF16 ? bf16_value(p.w[0]) : f16_value(p.w[0]);
+      } else {
+        const u32 word = p.w[at / 2];
+        if constexpr (KIND == BF16) {
+          return at % 2 ? as_float(word & 0xffff0000u) : bf16_value(word);
+        } else {
+          return f16_value((u16)(at % 2 ? word >> 16 : word));
+        }
+      }
+    }
+  }
+};
+
+template <int KIND, int COUNT, int POLICY>
+RR_FN Pack<KIND, COUNT> load_pack(const void* base, u64 element) {
+  Pack<KIND, COUNT> pack;
+  const char* address = (const char*)base + element * ELEMENT_BYTES(KIND);
+#pragma unroll
+  for (int i = 0; i < pack.PIECES; ++i)
+    pack.piece[i] = load_words<POLICY, pack.PIECE>(address + i * pack.PIECE);
+  return pack;
+}
+
+template <int KIND, int COUNT> RR_FN Pack<KIND, COUNT> zero_pack() {
+  Pack<KIND, COUNT> pack = {};
+  return pack;
+}
+
+template <int KIND, int COUNT, int POLICY>
+RR_FN void store_pack(void* base, u64 element, const float (&value)[COUNT]) {
+  Pack<KIND, COUNT> pack;
+  constexpr int EACH = pack.PIECE / ELEMENT_BYTES(KIND);
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    Words<pack.PIECE>& p = pack.piece[i / EACH];
+    if constexpr (KIND == FP32) {
+      p.w[i % EACH] = as_bits(value[i]);
+    } else if constexpr (pack.PIECE == 2) {
+      p.w[0] = (u16)round_pair<KIND>(value[i], 0.0f);
+    } else {
+      if (i % 2 == 0) p.w[i % EACH / 2] = round_pair<KIND>(value[i], value[i + 1]);
+    }
+  }
+  char* address = (char*)base + element * ELEMENT_BYTES(KIND);
+#pragma unroll
+  for (int i = 0; i < pack.PIECES; ++i)
+    store_words<POLICY, pack.PIECE>(address + i * pack.PIECE, pack.piece[i]);
+}
+
+RR_FN float reciprocal_sqrt(float v) {
+#if defined(RR_SIMULATOR)
+  return rr_sim_rsqrt(v);
+#elif RR_AMD
+  return __builtin_amdgcn_rsqf(v);  // one instruction; 1/sqrtf is about 25
+#else
+  return rsqrtf(v);
+#endif
+}
+
+// ---- sums over lanes ---------------------------------------------------------------------------------
+#if RR_AMD
+// v of the lane that a DPP control names; with all rows and banks enabled it folds into the add
+template <int CONTROL> RR_FN float dpp(float v) {
+  return as_float(__builtin_amdgcn_update_dpp(0, (int)as_bits(v), CONTROL, 0xf, 0xf, true));
+}
+RR_FN float read_lane(float v, int lane) {
+  return as_float(__builtin_amdgcn_readlane((int)as_bits(v), lane));
+}
+#endif
+
+// The sum of v over each aligned group of LANES lanes of a wave, in every lane of the group. All the
+// lanes of the wave must be here. A butterfly: every lane adds the same pairs, so all agree bitwise.
+template <int LANES> RR_FN float lane_sum(float v) {
+  static_assert(LANES >= 1 && LANES <= RR_WAVE && (LANES & (LANES - 1)) == 0, "lanes: a power of two");
+#if RR_AMD
+  if constexpr (LANES >= 2) v += dpp<0xb1>(v);    // quad_perm [1,0,3,2]: the neighbour
+  if constexpr (LANES >= 4) v += dpp<0x4e>(v);    // quad_perm [2,3,0,1]: the other pair
+  if constexpr (LANES >= 8) v += dpp<0x141>(v);   // row_half_mirror: the other quad
+  if constexpr (LANES >= 16) v += dpp<0x140>(v);  // row_mirror: the other half row
+#if RR_GFX >= 950
+  if constexpr (LANES >= 32) {
+    const u32 bits = as_bits(v);
+    auto swapped = __builtin_amdgcn_permlane16_swap(bits, bits, false, false);
+    const u32 even_row = swapped[0], odd_row = swapped[1];
+    v = as_float(even_row) + as_float(odd_row);
+  }
+  if constexpr (LANES >= 64) {
+    const u32 bits = as_bits(v);
+    auto swapped = __builtin_amdgcn_permlane32_swap(bits, bits, false, false);
+    const u32 low_half = swapped[0], high_half = swapped[1];
+    v = as_float(low_half) + as_float(high_half);
+  }
+#else
+  // gfx942 has no permlane swaps: the four rows' sums are read into scalars
+  if constexpr (LANES >= 32) {
+    const float low = read_lane(v, 0) + read_lane(v, 16), high = read_lane(v, 32) + read_lane(v, 48);
+    v = LANES == 64 ? low + high : (threadIdx.x & 32) ? high : low;
+  }
+#endif
+#else
+#pragma unroll
+  for (int distance = 1; distance < LANES; distance *= 2)
+    v += __shfl_xor_sync(0xffffffffu, v, distance);
+#endif
+  return v;
+}
+
+// A balanced tree over COUNT values `stride` floats apart.
+template <int COUNT> RR_FN float tree_sum(const float* p, int stride = 1) {
+  if constexpr (COUNT == 1) {
+    return p[0];
+  } else {
+    constexpr int HALF = COUNT / 2;
+    return tree_sum<HALF>(p, stride) + tree_sum<COUNT - HALF>(p + HALF * stride, stride);
+  }
+}
+
+// ---- rows: how lanes share them, for kernels that define RR_THREADS_PER_ROW ---------------------------
+#define PATH_REGISTERS 0
+#define PATH_TWO_PASS 1
+#if defined(RR_THREADS_PER_ROW)
+constexpr int ROW_LANES = RR_THREADS_PER_ROW < RR_WAVE ? RR_THREADS_PER_ROW : RR_WAVE;
+constexpr int ROW_WAVES = RR_THREADS_PER_ROW / ROW_LANES;
+constexpr int BLOCK_ROWS = RR_BLOCK / RR_THREADS_PER_ROW;
+static_assert(ROW_LANES * ROW_WAVES == RR_THREADS_PER_ROW, "a row has whole waves, or a part of one");
+static_assert(BLOCK_ROWS * RR_THREADS_PER_ROW == RR_BLOCK && RR_BLOCK % RR_WAVE == 0, "whole rows, whole waves");
+
+// Sums each of COUNT values over the lanes of a row; every lane of the row gets the same bits.
+// `scratch`: COUNT floats a wave of the block. A loop alternates between two such areas, so that one
+// barrier a row is enough: nobody can be two rows ahead of a reader.
+template <int COUNT> RR_FN void row_sum(float (&value)[COUNT], float* scratch) {
+#pragma unroll
+  for (int k = 0; k < COUNT; ++k) value[k] = lane_sum<ROW_LANES>(value[k]);
+  if constexpr (ROW_WAVES > 1) {
+    const int wave = threadIdx.x / RR_WAVE;
+    if (threadIdx.x % RR_WAVE == 0) {
+#pragma unroll
+      for (int k = 0; k < COUNT; ++k) scratch[wave * COUNT + k] = value[k];
+    }
+    __syncthreads();
+    const float* first = scratch + wave / ROW_WAVES * ROW_WAVES * COUNT;
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) value[k] = tree_sum<ROW_WAVES>(first + k, COUNT);
+  }
+}
+#endif
+"""

@@ -1,0 +1,204 @@
+"""Plan: the ordered launches of one operation, and how they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import DeviceSpec
+from rmsnorm_raw.module import Binary
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.space import column_tiles, lds_bytes, partial_rows
+
+#: HIP refuses a launch of 2**32 threads or more
+MAX_THREADS = (1 << 32) - 1
+FINISH_COLUMNS = 32
+FINISH_BLOCK = 256
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies: its device address and the elements from one row to the next."""
+
+    address: int
+    row_stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel launch.
+
+    Attributes:
+        entry_point: the kernel's name in the Binary.
+        grid: blocks; grid * block stays under 2**32, HIP's limit.
+        block: threads of a block.
+        args: NumPy scalars in the kernel's order, pointers as uint64.
+        lds_bytes: dynamic LDS (shared memory) of a block.
+    """
+
+    entry_point: str
+    grid: int
+    block: int
+    args: tuple[np.generic, ...] = field(repr=False)
+    lds_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of one operation, in order; empty where there is nothing to do."""
+
+    binary: Binary
+    launches: tuple[Launch, ...]
+
+
+def run(plan: Plan, stream: int = 0) -> None:
+    """Enqueue a plan's launches on a stream (a raw handle; 0 is the default stream)."""
+    backend, functions = plan.binary.backend, plan.binary.code.functions
+    for launch in plan.launches:
+        backend.launch(
+            functions[launch.entry_point], launch.grid, launch.block, launch.args,
+            launch.lds_bytes, stream,
+        )  # fmt: skip
+
+
+def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str, int]:
+    """Bytes of each tensor that a plan wants, rows contiguous; empty tensors are left out.
+
+    Forward: x, weight, y, rstd. Backward: dout, x, weight, rstd, dx, dweight, and the workspace:
+    fp32 partial rows of dW, after fp32 {rstd, mean} of each row on the two-pass path. The
+    workspace begins at a multiple of 16 bytes, the others where problem.alignment says.
+    """
+    rows, cols = problem.rows, problem.cols
+    matrix, vector = rows * cols * problem.element_bytes, cols * problem.weight_bytes
+    if problem.op == "forward":
+        sizes = {"x": matrix, "weight": vector, "y": matrix, "rstd": 4 * rows * problem.store_rstd}
+    else:
+        sizes = {
+            "dout": matrix,
+            "x": matrix,
+            "weight": vector,
+            "rstd": 4 * rows * problem.has_rstd,
+            "dx": matrix * problem.need_dx,
+            "dweight": vector * problem.need_dweight,
+            "workspace": workspace_bytes(problem, config, device),
+        }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    """Bytes of scratch memory that backward wants; 0 where it wants none, and for forward."""
+    if problem.op == "forward" or not problem.rows or not problem.cols:
+        return 0
+    partials = 4 * partial_rows(problem, config, device) * problem.cols * problem.need_dweight
+    return _row_results_bytes(problem, config) + partials
+
+
+def make_plan(
+    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
+) -> Plan:
+    """The launches of one operation on tensors at known addresses.
+
+    Args:
+        problem: what is computed; with rows or cols of 0 there is nothing to launch.
+        config: what the binary was rendered for.
+        binary: the built kernels.
+        tensors: by the names of :func:`tensor_bytes`; unused ones may be absent.
+    """
+    if not problem.rows or not problem.cols:
+        return Plan(binary, ())
+    build = _forward if problem.op == "forward" else _backward
+    return Plan(binary, tuple(build(problem, config, binary, tensors)))
+
+
+_NOWHERE = Tensor(0)
+
+
+def _forward(
+    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
+) -> Iterator[Launch]:
+    device = binary.backend.device
+    lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
+    x, y = tensors["x"], tensors["y"]
+    weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
+    for first, rows in _row_launches(problem, config):
+        args = (
+            *_rows_from(x, first, problem), _address(weight.address),
+            *_rows_from(y, first, problem), _address(_entry(rstd, first)),
+            np.int64(rows), np.uint32(problem.cols), np.float32(problem.eps),
+        )  # fmt: skip
+        grid = -(-rows // config.rows_per_block)
+        yield Launch("rmsnorm_forward", grid, config.block, args, lds)
+
+
+def _backward(
+    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
+) -> Iterator[Launch]:
+    device = binary.backend.device
+    lds = lds_bytes(problem, config, device)
+    dout, x = tensors["dout"], tensors["x"]
+    weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
+    dx = tensors.get("dx", _NOWHERE)
+    row_results = tensors.get("workspace", _NOWHERE).address
+    partial = row_results + _row_results_bytes(problem, config)
+    partials = partial_rows(problem, config, device)
+    rows, cols = np.int64(problem.rows), np.uint32(problem.cols)
+    if not (problem.need_dx or problem.need_dweight):
+        return
+    if config.path == "two_pass":
+        if _row_results_bytes(problem, config):
+            for first, some in _row_launches(problem, config):
+                args: tuple[np.generic, ...] = (
+                    *_rows_from(dout, first, problem), *_rows_from(x, first, problem),
+                    _address(weight.address), _address(_entry(rstd, first)),
+                    _address(row_results + 8 * first), np.int64(some), cols,
+                    np.float32(problem.eps),
+                )  # fmt: skip
+                grid = -(-some // config.rows_per_block)
+                entry = "rmsnorm_backward_rows"
+                yield Launch(entry, grid, config.block, args, lds[entry])
+        args = (
+            *_rows_from(dout, 0, problem), *_rows_from(x, 0, problem), _address(weight.address),
+            _address(rstd.address), _address(row_results), *_rows_from(dx, 0, problem),
+            _address(partial), rows, cols, np.uint32(partials),
+        )  # fmt: skip
+        grid = column_tiles(problem, config) * partials
+        yield Launch("rmsnorm_backward_columns", grid, config.block, args)
+    else:
+        args = (
+            *_rows_from(dout, 0, problem), *_rows_from(x, 0, problem), _address(weight.address),
+            _address(rstd.address), *_rows_from(dx, 0, problem), _address(partial), rows, cols,
+            np.float32(problem.eps),
+        )  # fmt: skip
+        yield Launch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
+    if problem.need_dweight:
+        args = (_address(partial), np.uint32(partials), cols, _address(tensors["dweight"].address))
+        grid = -(-problem.cols // FINISH_COLUMNS)
+        yield Launch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"])
+
+
+def _row_results_bytes(problem: Problem, config: Config) -> int:
+    needed = config.path == "two_pass" and (problem.need_dx or not problem.has_rstd)
+    return -(-8 * problem.rows // 16) * 16 * needed  # what follows is stored 16 bytes at a time
+
+
+def _row_launches(problem: Problem, config: Config) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of launches with one block a row group, each under HIP's thread limit."""
+    most = MAX_THREADS // config.block * config.rows_per_block
+    for first in range(0, problem.rows, most):
+        yield first, min(most, problem.rows - first)
+
+
+def _rows_from(tensor: Tensor, first: int, problem: Problem) -> tuple[np.uint64, np.int64]:
+    offset = first * tensor.row_stride * problem.element_bytes
+    return _address(tensor.address + offset), np.int64(tensor.row_stride)
+
+
+def _entry(rstd: Tensor, first: int) -> int:
+    return rstd.address + 4 * first if rstd.address else 0
+
+
+def _address(address: int) -> np.uint64:
+    return np.uint64(address)

@@ -1,0 +1,360 @@
+"""The timer: device time of a call, free of host time and of a warm cache -> Samples.
+
+Everything that is ever timed (tuner, suites, sweep, REPL, probes) is timed here. A sample is an
+event, the queue-ahead (copies of twice the last-level cache), an event, the call, an event; the
+host enqueues all of it without waiting. The middle event cannot fire before the queue-ahead is
+done. So if the host was done by then, the device never waited for it between the last two events:
+
+    host time from before the first event to after the last <= device time between the first two
+
+The left side starts before the first event, not after the copy: on an idle device that event fires
+at once, and the cost of enqueueing the copy would pass for device work. A sample that fails is
+discarded and counted; where most of a batch fails, the queue-ahead is lengthened.
+
+``cold``: one call a sample; the queue-ahead evicts the cache too. ``steady``: a train of calls a
+sample, over clones that together are larger than the cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+
+from rmsnorm_raw import check, stats
+from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.clones import ROTATED_CACHES, clone_plans
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
+from rmsnorm_raw.module import Binary
+from rmsnorm_raw.problem import Problem
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Regime = Literal["cold", "steady"]
+Call = Callable[[], object]
+
+#: samples between two synchronisations: they keep the device busy, and their launches fit the 1024
+#: entries of a CUDA channel
+BATCH = 12
+#: calls of a steady sample, at least
+TRAIN_CALLS = 100
+#: a queue-ahead copy is this many last-level caches long: none of the call's data stays in one
+EVICTED_CACHES = 2
+#: a host that is still late behind this much device work is not slow, it waits for the device
+MAX_AHEAD_US = 20_000.0
+
+
+class Unmeasurable(RmsnormRawError, RuntimeError):
+    """There is no honest time to be had: the message says why and what can be measured instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Times of one operation.
+
+    Attributes:
+        times_us: device microseconds of a call, in the order taken (steady: a train's mean).
+        regime: "cold" or "steady".
+        stopped: why sampling ended, a sentence with the figure that decided.
+        clones: copies of the tensors that the calls rotated over.
+        evicted_bytes: bytes copied ahead of each sample, at the end.
+        discarded: samples dropped because the host was late by the module's rule.
+        late_us: the most that a dropped sample's host was late by; 0 where none was dropped.
+        simulated: the times are the CPU simulator's, by the host's clock, and mean nothing.
+    """
+
+    times_us: tuple[float, ...] = field(repr=False)
+    regime: Regime
+    stopped: str
+    clones: int
+    evicted_bytes: int = 0
+    discarded: int = 0
+    late_us: float = 0.0
+    simulated: bool = False
+
+    @property
+    def median_us(self) -> float:
+        """The figure to quote."""
+        return stats.percentile(self.times_us, 50)
+
+    @property
+    def p10_us(self) -> float:
+        """The 10th percentile."""
+        return stats.percentile(self.times_us, 10)
+
+    @property
+    def p90_us(self) -> float:
+        """The 90th percentile."""
+        return stats.percentile(self.times_us, 90)
+
+    @property
+    def low_us(self) -> float:
+        """The lower end of the median's 95 % interval."""
+        return stats.median_interval(self.times_us)[0]
+
+    @property
+    def high_us(self) -> float:
+        """The upper end of the median's 95 % interval."""
+        return stats.median_interval(self.times_us)[1]
+
+    def gbps(self, moved_bytes: int) -> float:
+        """Decimal GB/s of a call that moves ``moved_bytes``, e.g. ``Problem.logical_bytes()``."""
+        return moved_bytes / self.median_us / 1e3
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.median_us:.1f} us [{self.low_us:.1f}, {self.high_us:.1f}], "
+            f"p10 {self.p10_us:.1f}, p90 {self.p90_us:.1f}, "
+            f"{len(self.times_us)} samples {self.regime}; {self.stopped}"
+        )
+        if self.discarded:
+            text += f"; {self.discarded} discarded, host late by up to {self.late_us:.0f} us"
+        return text
+
+
+class Limits(TypedDict, total=False):
+    """The limits of :func:`time_interleaved`, where their defaults are."""
+
+    budget_s: float
+    goal_pct: float
+    min_samples: int
+    max_samples: int
+    warmup_s: float
+
+
+def time_calls(
+    calls: Sequence[Call],
+    backend: Backend,
+    *,
+    stream: int = 0,
+    regime: Regime = "cold",
+    **limits: Unpack[Limits],
+) -> Samples:
+    """Device time of one operation: :func:`time_interleaved` with a single contender."""
+    return time_interleaved([calls], backend, stream=stream, regime=regime, **limits)[0]
+
+
+def time_interleaved(
+    contenders: Sequence[Sequence[Call]],
+    backend: Backend,
+    *,
+    stream: int = 0,
+    regime: Regime = "cold",
+    budget_s: float = 0.5,
+    goal_pct: float = 1.0,
+    min_samples: int = 12,
+    max_samples: int = 1000,
+    warmup_s: float = 0.025,
+) -> list[Samples]:
+    """Device time of several operations, batch about, so that clocks and heat drift for all alike.
+
+    Every call runs once untimed (module load, run-time compilation, first touch); then each
+    contender is sampled untimed until the device was busy with it for ``warmup_s``, since a fixed
+    count would leave the clocks low for short kernels. On the simulator 6 calls are timed by the
+    host's clock, whatever the limits.
+
+    Args:
+        contenders: of each, one operation over rotating clones of its inputs and outputs. A call
+            enqueues on ``stream`` and does not wait. ``steady`` wants clones that together exceed
+            three last-level caches; :func:`measure` sees to that.
+        budget_s: wall seconds of sampling a contender, warm-up excluded.
+        goal_pct: stop once the 95 % interval of the median (its full width) is narrower than this
+            percentage of the median.
+        min_samples: at least 6; taken even where the budget is spent.
+        max_samples: of a contender.
+        warmup_s: device-busy seconds of warm-up of a contender.
+
+    Raises:
+        InvalidInput: no calls, or limits that contradict each other.
+        Unmeasurable: a call waits for the device, so no sample is free of host time; or steady
+            times are asked of the simulator.
+    """
+    if not contenders or not all(contenders):
+        raise InvalidInput("there are no calls to time: give at least one call a contender")
+    if not stats.MIN_SAMPLES <= min_samples <= max_samples:
+        raise InvalidInput(
+            f"min_samples is {min_samples}, max_samples {max_samples}: "
+            f"{stats.MIN_SAMPLES} <= min_samples <= max_samples is needed"
+        )
+    if backend.device.simulated:
+        if regime == "steady":
+            raise Unmeasurable("the simulator has no steady times: use regime='cold'")
+        return [_host_times(calls, backend, stream) for calls in contenders]
+
+    ahead = _Ahead(backend, stream)
+    tracks = [_Track(calls, ahead, regime) for calls in contenders]
+    for call in itertools.chain.from_iterable(contenders):
+        call()
+    backend.synchronize(stream)
+    for track in tracks:
+        track.warm_up(warmup_s * 1e6)
+    while running := [track for track in tracks if not track.stopped]:
+        for track in running:
+            track.take(max_samples)
+            if len(track.times_us) >= min_samples:
+                track.stopped = _why_stop(track, budget_s, goal_pct, max_samples)
+    return [track.samples() for track in tracks]
+
+
+class _Shot(NamedTuple):
+    """What the events and the host's clock say of one sample."""
+
+    ahead_us: float  # device time of the queue-ahead
+    timed_us: float  # device time of the timed calls, all together
+    host_us: float  # from before the first event to after the last
+
+    @property
+    def late_us(self) -> float:
+        return self.host_us - self.ahead_us
+
+
+class _Ahead:
+    """The queue-ahead: copies between two buffers of twice the last-level cache."""
+
+    def __init__(self, backend: Backend, stream: int) -> None:
+        self.backend = backend
+        self.stream = stream
+        self.copy_bytes = EVICTED_CACHES * backend.device.last_level_cache_bytes
+        self._origin, self._owner = backend.allocate(2 * self.copy_bytes)
+
+    def enqueue(self, copies: int) -> None:
+        target = self._origin + self.copy_bytes
+        for _ in range(copies):
+            self.backend.copy(target, self._origin, self.copy_bytes, self.stream)
+
+
+class _Track:
+    """One contender: its rotation, its queue-ahead and the samples kept so far."""
+
+    def __init__(self, calls: Sequence[Call], ahead: _Ahead, regime: Regime) -> None:
+        self._ahead = ahead
+        self._regime = regime
+        self._clones = len(calls)
+        self._rotation = itertools.cycle(calls)
+        steady = regime == "steady"
+        # whole rotations, so that every clone weighs the same
+        self._train = len(calls) * math.ceil(TRAIN_CALLS / len(calls)) if steady else 1
+        self._batch = 1 if steady else BATCH  # two trains would not fit the channel
+        self._copies = 1
+        self._late: list[float] = []
+        self.times_us: list[float] = []
+        self.spent_s = 0.0
+        self.stopped = ""
+
+    def warm_up(self, busy_us: float) -> None:
+        while busy_us > 0:
+            shots = self._shoot(self._batch)
+            busy_us -= sum(shot.ahead_us + shot.timed_us for shot in shots)
+
+    def take(self, max_samples: int) -> None:
+        """One batch: keeps what the host enqueued in time."""
+        opened = perf_counter()
+        for shot in self._shoot(min(self._batch, max_samples - len(self.times_us))):
+            if shot.late_us > 0:
+                self._late.append(shot.late_us)
+            else:
+                self.times_us.append(shot.timed_us / self._train)
+        self.spent_s += perf_counter() - opened
+
+    def samples(self) -> Samples:
+        return Samples(
+            tuple(self.times_us), self._regime, self.stopped, self._clones,
+            evicted_bytes=self._copies * self._ahead.copy_bytes,
+            discarded=len(self._late), late_us=max(self._late, default=0.0),
+        )  # fmt: skip
+
+    def _shoot(self, count: int) -> list[_Shot]:
+        backend, stream = self._ahead.backend, self._ahead.stream
+        pending = []
+        for _ in range(count):
+            opened = perf_counter()
+            before = backend.record(stream)
+            self._ahead.enqueue(self._copies)
+            start = backend.record(stream)
+            for call in itertools.islice(self._rotation, self._train):
+                call()
+            end = backend.record(stream)
+            pending.append((before, start, end, (perf_counter() - opened) * 1e6))
+        backend.synchronize(stream)
+        shots = [
+            _Shot(backend.elapsed_us(before, start), backend.elapsed_us(start, end), host_us)
+            for before, start, end, host_us in pending
+        ]
+        self._keep_ahead(shots)
+        return shots
+
+    def _keep_ahead(self, shots: list[_Shot]) -> None:
+        """Lengthens the queue-ahead to twice the host's time where most samples were late."""
+        late = [shot for shot in shots if shot.late_us > 0]
+        if 2 * len(late) <= len(shots):
+            return
+        host_us = stats.percentile([shot.host_us for shot in late], 50)
+        copy_us = stats.percentile([shot.ahead_us for shot in late], 50) / self._copies
+        if 2 * host_us > MAX_AHEAD_US:
+            what = "a call" if self._train == 1 else f"a train of {self._train} calls"
+            raise Unmeasurable(
+                f"the host takes {host_us:.0f} us to enqueue {what}, over the limit of "
+                f"{MAX_AHEAD_US / 2:.0f} us: most likely the call waits for the device. Take the "
+                "synchronisation out of it, or time replays of a graph of it"
+            )
+        self._copies = max(self._copies + 1, math.ceil(2 * host_us / copy_us))
+
+
+def _why_stop(track: _Track, budget_s: float, goal_pct: float, max_samples: int) -> str:
+    """The sentence that ends sampling; "" to go on."""
+    low, high = stats.median_interval(track.times_us)
+    width_pct = 100 * (high - low) / stats.percentile(track.times_us, 50)
+    if width_pct < goal_pct:
+        return f"interval {width_pct:.2g} % < {goal_pct:g} %"
+    missed = f"at {width_pct:.2g} % >= {goal_pct:g} %"
+    if track.spent_s >= budget_s:
+        return f"budget {budget_s:g} s spent {missed}"
+    if len(track.times_us) >= max_samples:
+        return f"{max_samples} samples taken {missed}"
+    return ""
+
+
+def _host_times(calls: Sequence[Call], backend: Backend, stream: int) -> Samples:
+    rotation = itertools.cycle(calls)
+    times_us = []
+    for _ in range(1 + stats.MIN_SAMPLES):  # the first one builds and loads
+        opened = perf_counter()
+        next(rotation)()
+        backend.synchronize(stream)
+        times_us.append((perf_counter() - opened) * 1e6)
+    stopped = f"{stats.MIN_SAMPLES} calls simulated"
+    return Samples(tuple(times_us[1:]), "cold", stopped, len(calls), simulated=True)
+
+
+def measure(
+    problem: Problem,
+    config: Config,
+    binary: Binary,
+    verdict: check.Verdict,
+    *,
+    regime: Regime = "cold",
+    stream: int = 0,
+    **limits: Unpack[Limits],
+) -> Samples:
+    """Times a kernel that has passed the gate: :func:`.clone_plans`, then :func:`time_calls`.
+
+    Raises:
+        WrongResult: the verdict is not a pass.
+        InvalidInput: the problem launches nothing.
+        Unmeasurable: steady times of a problem whose clones do not exceed the cache; or see
+            :func:`time_interleaved`.
+    """
+    check.require(verdict, problem, config)
+    clones = clone_plans(problem, config, binary, stream=stream)
+    if regime == "steady" and not clones.exceed_cache:
+        raise Unmeasurable(
+            f"{problem}: {len(clones.plans)} clones of {clones.clone_bytes:,} B do not exceed "
+            f"{ROTATED_CACHES} last-level caches ({clones.cache_bytes:,} B), so steady times would "
+            "be those of a warm cache: use regime='cold'"
+        )
+    return time_calls(clones.calls(stream), binary.backend, stream=stream, regime=regime, **limits)

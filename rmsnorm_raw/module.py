@@ -1,0 +1,42 @@
+"""Binary: a Source compiled on a backend, with what the toolchain says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rmsnorm_raw.backends import Backend, Code, Resources
+from rmsnorm_raw.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Binary:
+    """A compiled Source.
+
+    Attributes:
+        source: what was compiled.
+        backend: where it lives.
+        code: its functions, by entry point.
+    """
+
+    source: Source
+    backend: Backend = field(repr=False)
+    code: Code = field(repr=False)
+
+    @property
+    def resources(self) -> dict[str, Resources]:
+        """Registers, LDS and spills of each entry point."""
+        return self.code.resources
+
+    @property
+    def object_digest(self) -> str:
+        """Digest of the machine code: equal digests are the same kernel, to be timed once."""
+        return self.code.object_digest
+
+
+def build(source: Source, backend: Backend) -> Binary:
+    """Compile a source on a backend (or take it from the backend's cache).
+
+    Raises:
+        CompileError: with the slug, the compiler's log and the next step.
+    """
+    return Binary(source, backend, backend.compile(source))

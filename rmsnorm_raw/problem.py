@@ -1,0 +1,168 @@
+"""Problem: what is to be computed, and the bytes that it must move."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rmsnorm_raw.errors import InvalidInput
+
+Op = Literal["forward", "backward"]
+
+#: bytes of one element, by dtype name
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+#: the short names used in tables and CSV files
+SHORT_NAME = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+MAX_COLS = 1 << 20
+
+
+def dtype_name(name: str) -> str:
+    """The long name of a dtype given by its long or short name ("bf16" -> "bfloat16").
+
+    Raises:
+        InvalidInput: the dtype is not one of fp16, bf16, fp32.
+    """
+    for long, short in SHORT_NAME.items():
+        if name in (long, short):
+            return long
+    raise InvalidInput(
+        f"dtype {name!r} is not supported: use float16, bfloat16 or float32 "
+        "(convert with .astype(...) or .to(...) first)"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One operation on an (rows, cols) array whose last dimension is normalised.
+
+    Build it with :meth:`forward` or :meth:`backward`.
+
+    Attributes:
+        op: "forward" or "backward".
+        rows: M, the number of rows; any M >= 0.
+        cols: N, the elements of a row; 0 <= N <= 1,048,576.
+        dtype: of x, y, dout and dx.
+        weight_dtype: of weight and dweight; None for no weight.
+        eps: added to the mean square; finite and >= 0.
+        store_rstd: forward also writes rstd, float32 (rows,).
+        has_rstd: backward is given rstd; otherwise it recomputes it from eps.
+        need_dx: backward writes dx.
+        need_dweight: backward writes dweight (always False without a weight).
+        alignment: bytes of x that every base pointer and row stride allow a lane to move at once
+            (the caller's arrays decide it; 16 where nothing is known against it).
+    """
+
+    op: Op
+    rows: int
+    cols: int
+    dtype: str
+    weight_dtype: str | None
+    eps: float = 1e-6
+    store_rstd: bool = True
+    has_rstd: bool = True
+    need_dx: bool = True
+    need_dweight: bool = True
+    alignment: int = 16
+
+    def __post_init__(self) -> None:
+        if self.rows < 0:
+            raise InvalidInput(f"rows is {self.rows}: it must be >= 0")
+        if not 0 <= self.cols <= MAX_COLS:
+            raise InvalidInput(
+                f"cols is {self.cols}: rows of 0 to {MAX_COLS:,} elements are served"
+            )
+        if not (math.isfinite(self.eps) and self.eps >= 0):
+            raise InvalidInput(f"eps is {self.eps}: it must be finite and >= 0")
+        if self.alignment not in (2, 4, 8, 16):
+            raise InvalidInput(f"alignment is {self.alignment} bytes: use 2, 4, 8 or 16")
+        dtype_name(self.dtype)
+        if self.weight_dtype is not None:
+            dtype_name(self.weight_dtype)
+
+    @classmethod
+    def forward(
+        cls,
+        rows: int,
+        cols: int,
+        dtype: str,
+        *,
+        weight_dtype: str | None = "same",
+        eps: float = 1e-6,
+        store_rstd: bool = True,
+        alignment: int = 16,
+    ) -> Problem:
+        """y = x * rsqrt(mean(x^2) + eps) * weight over (rows, cols).
+
+        Args:
+            weight_dtype: a dtype name, "same" for the activations' dtype, or None for no weight.
+        """
+        dtype = dtype_name(dtype)
+        return cls(
+            "forward", rows, cols, dtype, _weight_dtype(weight_dtype, dtype), eps,
+            store_rstd=store_rstd, alignment=alignment,
+        )  # fmt: skip
+
+    @classmethod
+    def backward(
+        cls,
+        rows: int,
+        cols: int,
+        dtype: str,
+        *,
+        weight_dtype: str | None = "same",
+        eps: float = 1e-6,
+        has_rstd: bool = True,
+        need_dx: bool = True,
+        need_dweight: bool = True,
+        alignment: int = 16,
+    ) -> Problem:
+        """dx and dweight of the forward, from dout, x, weight and rstd; see :meth:`forward`."""
+        dtype = dtype_name(dtype)
+        weight = _weight_dtype(weight_dtype, dtype)
+        return cls(
+            "backward", rows, cols, dtype, weight, eps, has_rstd=has_rstd, need_dx=need_dx,
+            need_dweight=need_dweight and weight is not None, alignment=alignment,
+        )  # fmt: skip
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one weight element; 0 without a weight."""
+        return DTYPE_BYTES[self.weight_dtype] if self.weight_dtype else 0
+
+    @property
+    def widest_vec(self) -> int:
+        """The most bytes a lane can move at once: alignment allows it and it divides the row."""
+        row_bytes = self.cols * self.element_bytes
+        return max(v for v in (2, 4, 8, 16) if v == self.element_bytes or self._fits(v, row_bytes))
+
+    def _fits(self, vec: int, row_bytes: int) -> bool:
+        return vec >= self.element_bytes and vec <= self.alignment and row_bytes % vec == 0
+
+    def logical_bytes(self) -> int:
+        """Bytes that the operation must move through device memory, each tensor once.
+
+        forward 2*M*N*a + N*w, backward 3*M*N*a + 2*N*w + 4*M (a, w: bytes of an activation and a
+        weight element; M, N: rows and cols). What is not asked for (dx, dweight), or not given
+        (rstd), is not counted, nor are dW's partial sums or forward's rstd.
+        """
+        m, n, a, w = self.rows, self.cols, self.element_bytes, self.weight_bytes
+        if self.op == "forward":
+            return 2 * m * n * a + n * w
+        moved = (2 + self.need_dx) * m * n * a + 4 * m * self.has_rstd
+        return moved + n * w * (self.need_dx + self.need_dweight)
+
+    def __str__(self) -> str:
+        pair = f"{SHORT_NAME[self.dtype]}/{SHORT_NAME.get(self.weight_dtype or '', 'none')}"
+        return f"{self.op} {self.rows}x{self.cols} {pair}"
+
+
+def _weight_dtype(weight_dtype: str | None, dtype: str) -> str | None:
+    if weight_dtype is None:
+        return None
+    return dtype if weight_dtype == "same" else dtype_name(weight_dtype)

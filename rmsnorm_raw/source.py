@@ -1,0 +1,106 @@
+"""Source: the HIP text and the defines that make one kernel, ready for any of the compilers."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import DeviceSpec
+from rmsnorm_raw.kernels import backward, forward, prelude
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.space import TILE_CHUNKS, chunks, elements, require_fit
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a backend compiles.
+
+    Attributes:
+        name: the file name that compilers print, e.g. "rmsnorm_forward.hip".
+        text: the whole HIP text, prelude first; it includes nothing.
+        defines: (name, value) pairs, passed as ``-D`` options; they carry the config.
+        entry_points: the ``extern "C"`` kernels in the text.
+        slug: the config's slug, for messages; "" where there is none.
+    """
+
+    name: str
+    text: str = field(repr=False)
+    defines: tuple[tuple[str, str], ...]
+    entry_points: tuple[str, ...]
+    slug: str = ""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that the compiler sees (text and defines), as hex."""
+        seen = "\0".join((self.text, *(f"{name}={value}" for name, value in self.defines)))
+        return hashlib.sha256(seen.encode()).hexdigest()
+
+
+_KIND = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
+_PATH = {"registers": "PATH_REGISTERS", "two_pass": "PATH_TWO_PASS"}
+_POLICY = {"default": "POLICY_DEFAULT", "keep": "POLICY_KEEP", "stream": "POLICY_STREAM"}
+
+
+def target_defines(device: DeviceSpec) -> tuple[tuple[str, str], ...]:
+    """The defines that name a target to the prelude: wave width, and the AMD generation."""
+    target = [("RR_WAVE", str(device.wave))]
+    if device.dialect == "amd":
+        target.append(("RR_GFX", device.arch.removeprefix("gfx")))
+    return tuple(target)
+
+
+def render(
+    problem: Problem, config: Config, device: DeviceSpec, *, runtime_cols: bool = False
+) -> Source:
+    """The kernels of one problem and config for one target.
+
+    Args:
+        problem: what is computed; rows and eps do not enter the text.
+        config: a config that fits it.
+        device: the target.
+        runtime_cols: take N as a run-time argument, so that rows of other widths with as many
+            chunks share the build (the simulator does); a GPU's kernels are built for one N.
+
+    Raises:
+        InvalidConfig: the config does not fit, with the reason.
+    """
+    require_fit(problem, device, config)
+    weight_dtype = problem.weight_dtype or problem.dtype
+    bound = config.waves_per_eu if device.dialect == "amd" else config.min_blocks
+    common = {
+        "RR_BLOCK": config.block,
+        "RR_SECOND_BOUND": bound,
+        "RR_THREADS_PER_ROW": config.threads_per_row,
+        "RR_PATH": _PATH[config.path],
+        "RR_X": _KIND[problem.dtype],
+        "RR_W": _KIND[weight_dtype],
+        "RR_HAS_WEIGHT": int(problem.weight_dtype is not None),
+        "RR_ELEMENTS": elements(problem, config),
+        "RR_COLS": 0 if runtime_cols else problem.cols,
+        "RR_LOAD_POLICY": _POLICY[config.load_policy],
+        "RR_STORE_POLICY": _POLICY[config.store_policy],
+    }
+    if config.path == "two_pass":
+        common["TILE_CHUNKS"] = TILE_CHUNKS
+    else:
+        common["RR_CHUNKS"] = max(1, chunks(problem, config))
+    if problem.op == "forward":
+        own = {"RR_STORE_RSTD": int(problem.store_rstd)}
+        text = forward.TEXT
+        entry_points: tuple[str, ...] = ("rmsnorm_forward",)
+    else:
+        own = {
+            "RR_HAS_RSTD": int(problem.has_rstd),
+            "RR_NEED_DX": int(problem.need_dx),
+            "RR_NEED_DW": int(problem.need_dweight),
+        }
+        text = backward.TEXT
+        entry_points = ("rmsnorm_backward",)
+        if config.path == "two_pass":
+            entry_points = ("rmsnorm_backward_rows", "rmsnorm_backward_columns")
+        if problem.need_dweight:
+            entry_points += ("rmsnorm_dweight",)
+    defines = target_defines(device) + tuple((k, str(v)) for k, v in (common | own).items())
+    name = f"rmsnorm_{problem.op}.hip"
+    return Source(name, prelude.TEXT + text, defines, entry_points, config.slug)

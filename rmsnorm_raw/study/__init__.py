@@ -1,0 +1,1 @@
+"""The published study, remade: its cells, and the sweep that runs them."""

@@ -1,0 +1,347 @@
+"""The workbench: what a kernel engineer drives in a REPL.
+
+>>> p = rr.Problem.forward(32768, 8192, "bfloat16")
+>>> k = rr.build(p)                       # the ladder's config; or rr.build(p, "b512-t256-v16")
+>>> k.check()                             # the gate
+>>> k.bench()                             # the gate, then the timer
+>>> k2 = k.with_source(k.source.text.replace(...))
+>>> rr.compare(k, k2)                     # FASTER 1.03x [1.02, 1.04]
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from rmsnorm_raw import (
+    bandwidth,
+    check,
+    clones,
+    interop,
+    launch,
+    measure,
+    module,
+    source,
+    space,
+    stats,
+)
+from rmsnorm_raw.backends import Backend, Resources, get_backend
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import DeviceSpec, known_device
+from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.ops import Backward, Forward
+from rmsnorm_raw.problem import Problem
+
+INPUTS = {"forward": ("x", "weight"), "backward": ("dout", "x", "weight", "rstd")}
+
+
+def default_config(problem: Problem, device: str | DeviceSpec | None = None) -> Config:
+    """The ladder's config for a problem.
+
+    Args:
+        device: a spec, a name of :data:`rmsnorm_raw.device.KNOWN` ("gfx950"), or None for the
+            device that is here.
+
+    Raises:
+        InvalidInput: no device has that name.
+        InvalidConfig: nothing fits, with the reason.
+    """
+    return space.default_config(problem, _device(device))
+
+
+def enumerate_configs(problem: Problem, device: str | DeviceSpec | None = None) -> space.Space:
+    """The configs worth a search, and those refused with the reason.
+
+    Args:
+        device: as in :func:`default_config`.
+    """
+    return space.enumerate_configs(problem, _device(device))
+
+
+def explain(problem: Problem, device: str | DeviceSpec | None = None) -> Explanation:
+    """The space of a problem in words: what is kept, the ladder's choice, what is refused and why.
+
+    Args:
+        device: as in :func:`default_config`.
+    """
+    spec = _device(device)
+    found = space.enumerate_configs(problem, spec)
+    return Explanation(problem, spec, found, space.default_config(problem, spec))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation:
+    """What :func:`explain` returns; print it, or let the REPL do so.
+
+    Attributes:
+        problem: what was asked about.
+        device: for which device.
+        space: every config, kept or refused with its reason.
+        choice: the ladder's config.
+    """
+
+    problem: Problem
+    device: DeviceSpec
+    space: space.Space
+    choice: Config
+
+    @property
+    def reasons(self) -> tuple[tuple[int, str, Config], ...]:
+        """(count, reason, config) of each kind of refusal, the commonest first.
+
+        Reasons that differ in their numbers alone are of one kind; the first stands for all.
+        """
+        kinds: dict[str, list[tuple[Config, str]]] = {}
+        for config, reason in self.space.rejected:
+            kinds.setdefault(re.sub(r"\d+", "#", reason), []).append((config, reason))
+        refused = sorted(kinds.values(), key=len, reverse=True)
+        return tuple((len(alike), alike[0][1], alike[0][0]) for alike in refused)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept = self.space.kept
+        yield f"{self.problem} on {self.device.name} ({self.device.arch})"
+        yield f"{len(kept)} kept, -> the ladder's choice, {len(self.space.rejected)} rejected"
+        slugs = [("-> " if config == self.choice else "   ") + config.slug for config in kept]
+        if self.choice not in kept:
+            slugs.insert(0, f"-> {self.choice.slug}, outside the search")
+        yield Columns(slugs, column_first=True)
+        table = Table("count", "rejected because (one of its kind)", "config", box=None)
+        for count, reason, config in self.reasons:
+            table.add_row(str(count), reason, config.slug)
+        yield table
+
+    def __repr__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=120).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Kernel:
+    """A built kernel: one problem, one config, one source on one backend. :func:`build` makes it.
+
+    Attributes:
+        problem: what it computes.
+        config: its knobs.
+        binary: the compiled source and the backend where it lives.
+    """
+
+    problem: Problem
+    config: Config
+    binary: module.Binary
+
+    @property
+    def source(self) -> source.Source:
+        """The text, the defines and the entry points that were compiled."""
+        return self.binary.source
+
+    @property
+    def resources(self) -> dict[str, Resources]:
+        """Registers, LDS and spills by entry point, as the toolchain says them."""
+        return self.binary.resources
+
+    def __call__(self, *arrays: Any) -> Forward | Backward:
+        """Run this very source on arrays: k(x, w), or k(dout, x, w, rstd) for backward.
+
+        What the problem does not have (a weight, rstd) is left out. Work and results are on the
+        current stream of x's library.
+
+        Args:
+            arrays: contiguous, of one library, on this kernel's backend, of the problem's dtypes
+                and sizes; x and dout may have any leading dimensions. Other arrays are for
+                :mod:`rmsnorm_raw.ops`.
+
+        Raises:
+            InvalidInput: an array is not what the kernel was built for, or there is no work.
+        """
+        problem = self.problem
+        sizes = launch.tensor_bytes(problem, self.config, self.binary.backend.device)
+        inputs = [name for name in INPUTS[problem.op] if name in sizes]
+        if len(arrays) != len(inputs) or not inputs:
+            raise InvalidInput(f"{self!r} takes ({', '.join(inputs)}), not {len(arrays)} arrays")
+        views = {name: interop.view(array) for name, array in zip(inputs, arrays, strict=True)}
+        x = views["x"]
+        vector, leading = (problem.cols,), x.shape[:-1]
+        shapes = dict.fromkeys(check.MATRICES, (*leading, *vector))
+        shapes |= {"weight": vector, "dweight": vector, "rstd": leading}
+        shapes["workspace"] = (sizes.get("workspace", 0) // 4,)
+        for name, seen in views.items():
+            self._require(name, seen, shapes[name], x)
+        stream = interop.work_stream(x, None)
+        with x.library.on(x.device, stream):
+            for name in sizes.keys() - views.keys():
+                made = x.library.empty(shapes[name], self._dtype(name), x.device)
+                views[name] = x.library.view(made)
+            tensors = {
+                name: launch.Tensor(seen.address, problem.cols if name in check.MATRICES else 0)
+                for name, seen in views.items()
+            }
+            launch.run(launch.make_plan(problem, self.config, self.binary, tensors), stream)
+            results = {name: x.library.result(views[name].owner) for name in sizes if name in views}
+        if problem.op == "forward":
+            return Forward(results["y"], results.get("rstd"))
+        return Backward(results.get("dx"), results.get("dweight"))
+
+    def _require(
+        self, name: str, seen: interop.View, shape: tuple[int, ...], x: interop.View
+    ) -> None:
+        """Raises InvalidInput unless an argument of a call is what the kernel was built for."""
+        size = math.prod(seen.shape)
+        contiguous = interop.collapse((*seen.shape, 1), (*seen.strides, 1)) == (size, 1, 1)
+        facts = {
+            "backend": (seen.device.kind, self.binary.backend.name),
+            "library": (seen.library.name, x.library.name),
+            "dtype": (seen.dtype, self._dtype(name)),
+            "shape": (seen.shape, shape),
+            "rows of x": (math.prod(x.shape[:-1]), self.problem.rows),
+            "contiguous": (contiguous, True),
+            "address modulo 16": (seen.address % 16, 0),
+        }
+        for fact, (found, wanted) in facts.items():
+            if found != wanted:
+                raise InvalidInput(f"{name}: {fact} is {found}, and {self!r} wants {wanted}")
+
+    def _dtype(self, name: str) -> str:
+        if name in check.MATRICES:
+            return self.problem.dtype
+        if name in ("weight", "dweight"):
+            return self.problem.weight_dtype or self.problem.dtype
+        return "float32"
+
+    def check(self, seed: int | None = None) -> check.Verdict:
+        """The correctness gate, on fresh data.
+
+        Args:
+            seed: of the data; None draws one, which the verdict names.
+        """
+        return check.verify(self.problem, self.config, self.binary, seed=seed)
+
+    def bench(self, regime: measure.Regime = "cold") -> measure.Samples:
+        """Device times, after the gate: a wrong kernel has no time.
+
+        Args:
+            regime: "cold" (one call on an evicted cache) or "steady" (a train of calls).
+
+        Raises:
+            WrongResult: the gate failed.
+            Unmeasurable: no honest time is to be had, with the reason.
+        """
+        return measure.measure(self.problem, self.config, self.binary, self.check(), regime=regime)
+
+    def with_source(self, text: str) -> Kernel:
+        """The same problem, config, defines and entry points with another text: the edit loop.
+
+        Raises:
+            CompileError: with the compiler's log.
+        """
+        edited = replace(self.source, text=text)
+        return replace(self, binary=module.build(edited, self.binary.backend))
+
+    def __repr__(self) -> str:
+        return (
+            f"<Kernel {self.problem} {self.config.slug} on {self.binary.backend.name}, "
+            f"source {self.source.digest[:8]}>"
+        )
+
+
+def build(
+    problem: Problem,
+    config: str | Config | None = None,
+    *,
+    device: str | None = None,
+    backend: str | Backend | None = None,
+    text: str | None = None,
+) -> Kernel:
+    """Render and compile a kernel.
+
+    Args:
+        config: a slug or a Config; None for the ladder's.
+        device: kept for compiling without a device; every name is refused in this version.
+        backend: "rocm", "cuda", "cpu" or a Backend; None for the one that is here.
+        text: HIP text in place of the rendered one (see :meth:`Kernel.with_source`).
+
+    Raises:
+        InvalidInput: a device name was given.
+        InvalidConfig: the slug does not parse, or the config does not fit the problem.
+        BackendUnavailable: the backend cannot run here, with what to install.
+        CompileError: with the slug, the compiler's log and the next step.
+    """
+    if device is not None:
+        raise InvalidInput(
+            f"device {device!r}: kernels are built for the device that is here. The space of a "
+            f"device known by name can be read with explain(problem, {device!r}); leave device out "
+            "to build, and choose where with backend='rocm', 'cuda' or 'cpu'"
+        )
+    where = _backend(backend)
+    knobs = Config.parse(config) if isinstance(config, str) else config
+    if knobs is None:
+        knobs = space.default_config(problem, where.device)
+    rendered = render(problem, knobs, where.device)
+    if text is not None:
+        rendered = replace(rendered, text=text)
+    return Kernel(problem, knobs, module.build(rendered, where))
+
+
+def render(problem: Problem, config: Config, device: DeviceSpec) -> source.Source:
+    """What :func:`build` compiles; on the simulator, rows of other widths share it.
+
+    Raises:
+        InvalidConfig: the config does not fit, with the reason.
+    """
+    return source.render(problem, config, device, runtime_cols=device.simulated)
+
+
+def compare(baseline: Kernel, candidate: Kernel) -> stats.Comparison:
+    """Whether a kernel is faster than another on the same problem: both gated, cold, interleaved.
+
+    Raises:
+        InvalidInput: they compute different problems, or live on different backends.
+        WrongResult: one of them fails the gate.
+        Unmeasurable: they live on the simulator, whose times say nothing about speed.
+    """
+    backend = baseline.binary.backend
+    if candidate.problem != baseline.problem or candidate.binary.backend is not backend:
+        raise InvalidInput(
+            f"{baseline!r} and {candidate!r} cannot be compared: build both for one problem on one "
+            "backend"
+        )
+    if backend.device.simulated:
+        raise measure.Unmeasurable("simulated times say nothing about speed: compare on a GPU")
+    kernels = (baseline, candidate)
+    for kernel in kernels:
+        check.require(kernel.check(), kernel.problem, kernel.config)
+    arenas = [clones.clone_plans(k.problem, k.config, k.binary) for k in kernels]
+    before, after = measure.time_interleaved([arena.calls() for arena in arenas], backend)
+    return stats.compare(before.times_us, after.times_us)
+
+
+def roofline(backend: str | Backend | None = None) -> bandwidth.Roofline:
+    """The three probes of a device, measured once a process.
+
+    Args:
+        backend: as in :func:`build`.
+    """
+    where = _backend(backend)
+    if where not in _rooflines:
+        _rooflines[where] = bandwidth.roofline(where)
+    return _rooflines[where]
+
+
+_rooflines: dict[Backend, bandwidth.Roofline] = {}
+
+
+def _backend(backend: str | Backend | None) -> Backend:
+    return get_backend(backend) if backend is None or isinstance(backend, str) else backend
+
+
+def _device(device: str | DeviceSpec | None) -> DeviceSpec:
+    if isinstance(device, DeviceSpec):
+        return device
+    return known_device(device) if device else get_backend().device

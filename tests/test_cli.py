@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import rmsnorm_raw as rr
+from rmsnorm_raw import backends, cli, launch, workbench
+from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.environment import Check
+from rmsnorm_raw.source import Source
+from rmsnorm_raw.study import sweep as study
+
+CELL = ("--op", "forward", "--rows", "5", "--cols", "256", "--backend", "cpu")
+WIDER = ("--op", "backward", "--rows", "100", "--cols", "3000", "--backend", "cpu")
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(cli.app, args)
+
+
+def done(*args: str) -> str:
+    """The stdout of a command that must succeed."""
+    result = run(*args)
+    assert result.exit_code == 0, result.output
+    assert isinstance(result.stdout, str)
+    return result.stdout
+
+
+def refused(*args: str) -> str:
+    """The one message of a command that must end with exit code 2."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert isinstance(result.stderr, str)
+    return result.stderr
+
+
+def test_help_lists_the_commands_and_loads_no_numpy() -> None:
+    text = "import sys\nfrom rmsnorm_raw.cli import app\ntry:\n    app(['--help'])\nfinally:\n"
+    text += "    print('loaded', 'numpy' in sys.modules, 'rich.progress' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
+    for command in ("doctor", "inspect", "bench", "sweep"):
+        assert re.search(rf"\b{command}\b", shown.stdout)
+    assert shown.stdout.endswith("loaded False False\n")
+
+
+# ---- doctor ------------------------------------------------------------------------------------
+
+
+def test_doctor_says_what_runs_here() -> None:
+    text = done("doctor")
+    assert re.search(r"^ *cpu +runs here", text, re.MULTILINE)
+    assert "C++ compiler" in text
+
+
+def test_doctor_fails_where_nothing_can_run_and_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check = Check("C++ compiler", False, "neither c++ nor ziglang", "pip install ziglang")
+    monkeypatch.setattr("rmsnorm_raw.environment.checks", lambda: [check])
+    monkeypatch.setattr(backends, "available", lambda name: f"no {name}: pip install [{name}]")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert re.search(r"MEND +C\+\+ compiler +neither .* +pip install ziglang", result.stdout)
+    assert "no rocm: pip install [rocm]" in result.stdout  # brackets are not markup
+    as_json = run("doctor", "--json")
+    assert as_json.exit_code == 1
+    assert json.loads(as_json.stdout)["checks"][0]["mend"] == "pip install ziglang"
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--config", "b256-v32x"), r"'b256-v32x'.*nearest valid slug is 'b256-v"),
+        (("--config", "b96"), "'b96.*whole waves"),
+        (("--cols", "-4"), "cols is -4"),
+        (("--rows", "-1"), "rows is -1"),
+        (("--dtype", "float64"), "'float64' is not supported"),
+        (("--backend", "metal"), "'metal' is not one of rocm, cuda, cpu"),
+        (("--op", "sideways"), "sideways"),
+    ],
+)
+@pytest.mark.parametrize("command", ["inspect", "bench"])
+def test_a_wrong_argument_is_one_message(
+    command: str,
+    args: tuple[str, str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stderr = refused(command, *CELL, *args)
+    assert re.search(message, stderr)
+    assert "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(workbench, "build", build)
+    assert isinstance(run("inspect", *CELL).exception, ZeroDivisionError)
+
+
+# ---- inspect -----------------------------------------------------------------------------------
+
+
+def test_inspect_gives_what_the_kernel_is(cpu64: Backend) -> None:
+    facts = json.loads(done("inspect", *WIDER, "--weight-dtype", "fp32", "--json"))
+    problem = rr.Problem.backward(100, 3000, "bf16", weight_dtype="fp32")
+    kernel = rr.build(problem, backend=cpu64)
+    space = rr.enumerate_configs(problem, cpu64.device)
+    assert (facts["config"], facts["chosen_by"]) == (kernel.config.slug, "the ladder")
+    assert facts["kept_configs"] == len(space.kept)
+    assert facts["rejected_configs"] == len(space.rejected)
+    assert facts["logical_bytes"] == problem.logical_bytes()
+    assert facts["source_digest"] == kernel.source.digest
+    assert [it["entry_point"] for it in facts["launches"]] == list(kernel.source.entry_points)
+    assert {(it["name"], it["value"]) for it in facts["defines"]} == set(kernel.source.defines)
+
+
+def test_inspect_gives_the_launches_that_a_call_makes(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = json.loads(done("inspect", *WIDER, "--json"))
+    launched: list[dict[str, object]] = []
+
+    def keep(plan: launch.Plan, stream: int = 0) -> None:
+        launched.extend(
+            {
+                "entry_point": it.entry_point,
+                "grid": it.grid,
+                "block": it.block,
+                "lds_bytes": it.lds_bytes,
+            }
+            for it in plan.launches
+        )
+
+    monkeypatch.setattr(launch, "run", keep)
+    rr.build(rr.Problem.backward(100, 3000, "bf16"), backend=cpu64).check()
+    assert launched[: len(facts["launches"])] == facts["launches"]
+
+
+def test_inspect_says_who_chose_the_config() -> None:
+    facts = json.loads(done("inspect", *CELL, "--config", "b128-t32", "--json"))
+    assert (facts["config"], facts["chosen_by"]) == ("b128-t32-v16-reg", "--config")
+
+
+def test_inspect_source_is_the_text_that_is_compiled(cpu64: Backend) -> None:
+    kernel = rr.build(rr.Problem.forward(5, 256, "bf16"), backend=cpu64)
+    assert done("inspect", *CELL, "--source") == kernel.source.text + "\n"
+
+
+def test_inspect_prints_every_entry_point_and_define() -> None:
+    text = done("inspect", *WIDER)
+    for word in ("rmsnorm_backward", "rmsnorm_dweight", "RR_THREADS_PER_ROW", "lds_bytes"):
+        assert word in text
+
+
+# ---- bench -------------------------------------------------------------------------------------
+
+
+def test_bench_prints_simulated_times_without_percent(tmp_path: Path) -> None:
+    text = done("bench", *CELL, "--weight-dtype", "fp32", "--out", str(tmp_path))
+    assert "simulated us" in text
+    assert "%" not in text
+    assert "GB/s" not in text
+    assert "gate: passed" in text
+    facts = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert facts["row"]["config"] == rr.default_config(
+        rr.Problem.forward(5, 256, "bf16", weight_dtype="fp32"), rr.get_backend("cpu").device
+    ).slug  # fmt: skip
+    assert facts["samples"]["simulated"] is True
+    assert len(facts["samples"]["times_us"]) == int(facts["row"]["samples"])
+    assert facts["verdict"]["passed"] is True
+    assert facts["roofline"] is None
+    assert facts["device"]["simulated"] is True
+    assert "packages" in facts
+
+
+def test_bench_without_a_weight(tmp_path: Path) -> None:
+    done("bench", *CELL, "--weight-dtype", "none", "--out", str(tmp_path))
+    facts = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert facts["row"]["weight"] == "none"
+
+
+def test_files_go_to_a_folder_by_device_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = done("bench", *CELL)
+    (found,) = tmp_path.rglob("bench.json")
+    assert re.fullmatch(
+        r"rmsnorm-raw-results/CPU-simulator-wave-64/\d{8}T\d{6}Z/bench\.json",
+        str(found.relative_to(tmp_path)),
+    )
+    assert f"written: {found.relative_to(tmp_path)}" in text
+
+
+def test_a_wrong_kernel_is_not_benched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_a_wrong_forward(monkeypatch)
+    stderr = refused("bench", *CELL, "--out", str(tmp_path))
+    assert "computes forward 5x256 bf16/bf16 wrongly" in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- sweep -------------------------------------------------------------------------------------
+
+FEW = (rr.Problem.forward(3, 256, "bf16"), rr.Problem.backward(3, 256, "fp16"))
+
+
+def plant_a_wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    render: Callable[..., Source] = workbench.render
+
+    def planted(*args: Any) -> Source:
+        source = render(*args)
+        right, wrong = "out[e] = x[e] * rstd;", "out[e] = 1.01f * x[e] * rstd;"
+        return replace(source, text=source.text.replace(right, wrong))
+
+    monkeypatch.setattr(workbench, "render", planted)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "cells", lambda: FEW)
+
+
+@pytest.mark.usefixtures("few")
+def test_sweep_writes_its_table_and_its_environment(tmp_path: Path) -> None:
+    text = done("sweep", "--quick", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"sweep.csv", "environment.json"}
+    assert "rows are capped at 2" in text
+    assert "simulated us" in text
+    assert "%" not in text
+    assert text.count("PASS") == 2
+    assert json.loads((tmp_path / "environment.json").read_text())["rows_cap"] == 2
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("quick", "budget_s"), [(("--quick",), 0.3), ((), 2.0)])
+def test_quick_gives_a_cell_less_time(
+    quick: tuple[str, ...], budget_s: float, tmp_path: Path
+) -> None:
+    done("sweep", *quick, "--backend", "cpu", "--out", str(tmp_path))
+    assert json.loads((tmp_path / "environment.json").read_text())["budget_s"] == budget_s
+
+
+@pytest.mark.usefixtures("few")
+def test_a_failed_cell_is_listed_and_ends_the_sweep_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_a_wrong_forward(monkeypatch)
+    result = run("sweep", "--quick", "--backend", "cpu", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "1 of 2 cells passed" in result.stdout
+    assert re.search(r"^FAIL: fwd 3x256 bf16/bf16 b\S+: y\[", result.stdout, re.MULTILINE)
+
+
+# ---- progress ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("few")
+def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    result = run("sweep", "--quick", "--backend", "cpu", "--out", str(tmp_path))
+    assert f"[1/2] {FEW[1]}\n" in result.stderr
+    assert "\x1b" not in result.stderr
+    assert str(FEW[1]) not in result.stdout
+
+
+@pytest.mark.usefixtures("few")
+def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich take stderr for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    result = run("sweep", "--quick", "--backend", "cpu", "--out", str(tmp_path))
+    assert "━" in result.stderr
+    assert "[1/2]" not in result.stderr

@@ -1,0 +1,79 @@
+"""Config: the slug is the config's one name, and the parser takes no guess."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.errors import InvalidConfig
+
+configs = st.builds(
+    lambda path, ring, **knobs: Config(path=path, **(ring if path == "lds" else {}), **knobs),
+    path=st.sampled_from(["registers", "pingpong", "lds", "two_pass"]),
+    ring=st.fixed_dictionaries(
+        {"stages": st.integers(2, 8), "bulk": st.booleans(), "reread": st.booleans()}
+    ),
+    block=st.sampled_from([64, 128, 192, 256, 512, 1024]),
+    threads_per_row=st.sampled_from([8, 32, 64, 192, 1024]),
+    vec=st.sampled_from([2, 4, 8, 16]),
+    load_policy=st.sampled_from(["default", "keep", "stream"]),
+    store_policy=st.sampled_from(["default", "keep", "stream"]),
+    waves_per_eu=st.sampled_from([0, 1, 2, 4]),
+    min_blocks=st.integers(0, 8),
+    programs=st.sampled_from([0, 1, 2, 3, 4, 8]),
+    finish=st.sampled_from(["kernel", "last_block"]),
+)
+
+
+@given(configs)
+def test_slug_round_trip(config: Config) -> None:
+    assert Config.parse(config.slug) == config
+
+
+@given(configs, st.randoms(use_true_random=False))
+def test_knobs_come_in_any_order(config: Config, random: object) -> None:
+    parts = config.slug.split("-")
+    random.shuffle(parts)  # type: ignore[attr-defined]
+    assert Config.parse("-".join(parts)) == config
+
+
+def test_omitted_knobs_have_fixed_defaults() -> None:
+    assert Config.parse("b512") == Config(512, 512, 16, "registers")
+    assert Config.parse("b512-t256-v16-lds3").stages == 3
+    assert Config.parse("fk") == Config()
+
+
+@pytest.mark.parametrize(
+    ("slug", "near"),
+    [
+        ("b256-t128-v16-rag", "b256-t128-v16-reg"),
+        ("b256-t128-v17x", "b256-t128-v"),
+        ("b256-lsd3", "b256-lds3"),
+        ("b256-lx", "b256-l"),
+        ("", "b256-t256-v16-reg"),
+        ("b0", "b"),
+    ],
+)
+def test_unknown_slug_names_the_nearest(slug: str, near: str) -> None:
+    with pytest.raises(InvalidConfig) as error:
+        Config.parse(slug)
+    suggestion = str(error.value).split("nearest valid slug is ")[1].strip("'")
+    assert suggestion.startswith(near)
+    Config.parse(suggestion)
+
+
+def test_a_knob_given_twice_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="block a second time"):
+        Config.parse("b256-b512")
+
+
+@given(st.text(alphabet="bltvwmpfksrdc2-0123456789", max_size=24))
+def test_the_parser_never_fails_otherwise(text: str) -> None:
+    try:
+        config = Config.parse(text)
+    except InvalidConfig as error:
+        assert error.slug == text
+    else:
+        assert Config.parse(config.slug) == config

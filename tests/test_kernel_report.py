@@ -1,0 +1,71 @@
+"""Resident waves by each limit, and what a report says of its instructions."""
+
+from __future__ import annotations
+
+import pytest
+
+from rmsnorm_raw.backends.kernel_report import KernelReport, Occupancy
+from rmsnorm_raw.errors import InvalidInput
+
+ASM = (
+    (0, "global_load_dwordx4 v[0:3], v[4:5], off"),
+    (8, "s_waitcnt vmcnt(0)"),
+    (12, "s_endpgm"),
+)
+
+
+def report(
+    arch: str = "gfx950", vgpr: int = 32, sgpr: int = 32, lds_bytes: int = 0, bound: int = 1024
+) -> KernelReport:
+    metadata = {
+        ".name": "k", ".vgpr_count": str(vgpr), ".agpr_count": "0", ".sgpr_count": str(sgpr),
+        ".vgpr_spill_count": "0", ".sgpr_spill_count": "0", ".private_segment_fixed_size": "0",
+        ".group_segment_fixed_size": str(lds_bytes), ".max_flat_workgroup_size": str(bound),
+        ".wavefront_size": "64", ".kernarg_segment_size": "64",
+    }  # fmt: skip
+    return KernelReport.read(arch, metadata, ASM)
+
+
+# the steps that LLVM's Occupancy remark shows for gfx90a and later
+@pytest.mark.parametrize(
+    ("vgpr", "waves"),
+    [(1, 8), (64, 8), (65, 7), (72, 7), (80, 6), (96, 5), (128, 4), (168, 3), (256, 2), (257, 1)],
+)
+def test_waves_by_vector_registers(vgpr: int, waves: int) -> None:
+    limit = "hardware" if waves == 8 else "registers"
+    assert report(vgpr=vgpr).occupancy(256) == Occupancy(waves, limit)
+
+
+def test_waves_by_scalar_registers() -> None:
+    assert report(sgpr=100).occupancy(256) == Occupancy(8, "hardware")
+    assert report(sgpr=102).occupancy(256) == Occupancy(7, "registers")
+
+
+def test_waves_by_lds_in_its_granules() -> None:
+    # 32 KiB take 26 granules of 1280 bytes: four blocks of gfx950's 160 KiB and not five
+    assert report().occupancy(256, 32768) == Occupancy(4, "LDS")
+    assert report(lds_bytes=16384).occupancy(256, 16384) == Occupancy(4, "LDS")
+    assert report("gfx942").occupancy(256, 32768) == Occupancy(2, "LDS")
+    assert report().occupancy(64, 20480) == Occupancy(2, "LDS")
+    assert report().occupancy(256, 20480) == Occupancy(8, "hardware")
+
+
+def test_a_second_block_that_does_not_fit_whole() -> None:
+    # registers allow seven waves a SIMD, 28 a CU; a block of 1024 threads has 16
+    assert report(vgpr=72).occupancy(1024) == Occupancy(4, "block size")
+    assert report().occupancy(384) == Occupancy(7.5, "block size")
+
+
+def test_a_launch_that_would_fail() -> None:
+    with pytest.raises(InvalidInput, match="at most 256 threads"):
+        report(bound=256).occupancy(512)
+    with pytest.raises(InvalidInput, match="65536 bytes"):
+        report("gfx942").occupancy(256, 65537)
+
+
+def test_a_report_sums_up_its_instructions() -> None:
+    kernel = report()
+    assert kernel.mix == {"global load 16 B": 1, "wait": 1, "scalar": 1}
+    assert kernel.row_loop() == ()
+    assert kernel.row_waits() == (0,)
+    assert kernel.bytes_before_first_wait == 16

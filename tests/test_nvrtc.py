@@ -1,0 +1,103 @@
+"""NVRTC without a GPU: every kernel builds for sm_90 with no warning, vectors keep their size.
+
+The wheel ``nvidia-cuda-nvrtc`` carries the library; ctypes is enough to drive it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.kernels import prelude
+from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.source import Source, render, target_defines
+from rmsnorm_raw.space import default_config
+
+SM_90 = KNOWN["sm_90"]
+
+
+@cache
+def library() -> ctypes.CDLL:
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec else None
+    found = [lib for f in folders or () for lib in Path(f).rglob("libnvrtc.so*")]
+    if not found:
+        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
+    return ctypes.CDLL(str(found[0]))
+
+
+def compile_ptx(source: Source) -> tuple[str, str]:
+    """(PTX, log) of a source built for sm_90; raises with the log where NVRTC refuses."""
+    nvrtc, program, size = library(), ctypes.c_void_p(), ctypes.c_size_t()
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.text.encode(), source.name.encode(), 0, None, None
+    )
+    options = [b"-arch=sm_90", b"-std=c++17"]
+    options += [f"-D{name}={value}".encode() for name, value in source.defines]
+    status = nvrtc.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*options)
+    )
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if status:
+        raise ValueError(log.value.decode())
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return ptx.value.decode(), log.value.decode()
+
+
+CASES = [
+    (make(rows, cols, x, weight_dtype=w), None)
+    for make in (Problem.forward, Problem.backward)
+    for x in DTYPE_BYTES
+    for w in (*DTYPE_BYTES, None)
+    for rows, cols in ((4096, 3000), (37, 262144), (5, 7))  # both paths, 16-byte and odd rows
+] + [
+    (Problem.forward(32768, 8192, "bf16"), "b256-t256-v8-2p-lk-ss"),
+    (Problem.forward(32768, 8192, "bf16"), "b512-t256-v16-reg-ls-ss-m2"),
+    (Problem.backward(32768, 8192, "bf16"), "b512-t256-v16-reg-lk-ss-p2"),
+    (Problem.backward(32768, 8192, "bf16", has_rstd=False), "b256-t256-v16-reg-p2"),
+    (Problem.backward(32768, 8192, "bf16", need_dx=False), "b256-t256-v16-reg-p2"),
+    (Problem.backward(32768, 8192, "bf16", need_dweight=False), "b256-t256-v16-2p-p2"),
+]
+
+
+@pytest.mark.parametrize(("problem", "slug"), CASES, ids=lambda v: str(v))
+def test_every_kernel_builds_without_a_warning(problem: Problem, slug: str | None) -> None:
+    config = Config.parse(slug) if slug else default_config(problem, SM_90)
+    source = render(problem, config, SM_90)
+    ptx, log = compile_ptx(source)
+    assert log.strip("\0\n ") == ""
+    for name in source.entry_points:
+        assert f".entry {name}(" in ptx
+    if config.vec == 16 and config.load_policy == "default":
+        assert "ld.global.nc.v4" in ptx and "st.global.v4" in ptx
+    policies = {"keep": "evict_last", "stream": "evict_first"}
+    for policy, priority in policies.items():
+        used = policy in (config.load_policy, config.store_policy)
+        assert (f"L2::{priority}" in ptx) == used
+
+
+def test_a_vector_of_the_wrong_size_is_rejected() -> None:
+    text = prelude.TEXT.replace("alignas(16) Words<16> { u32 w[4]; }", "Words<16> { u32 w[3]; }")
+    assert text != prelude.TEXT
+    with pytest.raises(ValueError, match="a vector has the wrong size"):
+        compile_ptx(Source("bad.hip", text, target_defines(SM_90), ()))
+
+
+def test_native_vector_attributes_are_ignored_here() -> None:
+    """Why the vectors are structs: the attribute gives NVRTC 4 bytes, and the assertion sees it."""
+    text = prelude.TEXT + (
+        "typedef u32 V4 __attribute__((ext_vector_type(4)));\nRR_EXACT(V4, 16);\n"
+    )
+    with pytest.raises(ValueError, match="a vector has the wrong size"):
+        compile_ptx(Source("native.hip", text, target_defines(SM_90), ()))

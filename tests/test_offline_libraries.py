@@ -1,0 +1,165 @@
+"""Where AMD's compiler is found, how the wheel with it is fetched, and what is said without it."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rmsnorm_raw.backends import offline
+from rmsnorm_raw.backends.offline import compile_offline, fetch_wheel, find_libraries
+from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.source import Source, render
+from rmsnorm_raw.space import default_config
+
+EMPTY = Source("empty.hip", 'extern "C" __global__ void empty() {}\n', (), ("empty",))
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx9999", "sm_90"])
+def test_an_unknown_architecture(arch: str) -> None:
+    with pytest.raises(InvalidInput, match="use one of gfx950, gfx942"):
+        compile_offline(EMPTY, arch)
+
+
+def test_a_source_of_another_architecture() -> None:
+    problem = Problem.forward(64, 1024, "bf16")
+    source = render(problem, default_config(problem, KNOWN["gfx942"]), KNOWN["gfx942"])
+    with pytest.raises(InvalidInput, match="rendered for gfx942: render it for gfx950"):
+        compile_offline(source, "gfx950")
+
+
+# ---- finding the libraries -----------------------------------------------------------------------
+
+
+def fake_libraries(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in offline.NEEDED:
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without ROCm: no variables, an empty cache, nothing in ``tmp_path / "rocm"``."""
+    for name in (offline.VARIABLE, "ROCM_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
+    monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_without_rocm_the_message_names_the_command(bare: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=r"no ROCm 7 in .*rocm(.|\n)*fetch 7\.0\.0"):
+        compile_offline(EMPTY, "gfx950")
+
+
+def test_installed_rocm_comes_before_the_wheels(bare: Path) -> None:
+    newer = fake_libraries(offline.wheel_folder("7.2.4"))
+    older = fake_libraries(offline.wheel_folder("7.0.0"))
+    assert find_libraries() == (older, newer)
+    installed = fake_libraries(bare / "rocm" / "lib")
+    assert find_libraries() == (installed, older, newer)
+
+
+def test_the_variable_comes_before_all(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_libraries(bare / "rocm" / "lib")
+    one, other = fake_libraries(bare / "one"), fake_libraries(bare / "other")
+    monkeypatch.setenv(offline.VARIABLE, f"{one}:{other}")
+    assert find_libraries() == (one, other)
+
+
+def test_a_variable_that_names_nothing_is_not_passed_over(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_libraries(bare / "rocm" / "lib")
+    monkeypatch.setenv(offline.VARIABLE, str(bare / "absent"))
+    with pytest.raises(BackendUnavailable, match=r"absent has no libhiprtc\.so\.7"):
+        find_libraries()
+
+
+def test_libraries_that_do_not_load(bare: Path) -> None:
+    with pytest.raises(
+        BackendUnavailable, match=r"do not load: .*libhiprtc\.so\.7: file too short"
+    ):
+        compile_offline(EMPTY, "gfx950", libraries=fake_libraries(bare / "empty"))
+
+
+# ---- fetching the wheel, from a folder instead of an index ---------------------------------------
+
+FILES = (
+    "libhiprtc-1a2b.so.7.0.70000", "libamd_comgr-1a2b.so.3.0.70000",
+    "libamdhip64-1a2b.so.7.0.70000", "libhsa-runtime64-1a2b.so.1.18.70000", "libelf-0-1a2b.190.so",
+)  # fmt: skip
+
+
+@pytest.fixture
+def index(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """pip sees one wheel, made here: version 10, for Python 3.12 and later."""
+    name = "vapoursynth_dfttest2_hiprtc"
+    folder = bare / "index"
+    folder.mkdir()
+    wheel = folder / f"{name}-10-py3-none-manylinux_2_28_x86_64.whl"
+    info = f"{name}-10.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in FILES:
+            archive.writestr(f"{name}.libs/{file}", file)
+        archive.writestr("vapoursynth/plugins/libplugin.so", "left alone")
+        archive.writestr(
+            f"{info}/METADATA",
+            f"Metadata-Version: 2.1\nName: {offline.PACKAGE}\nVersion: 10\n"
+            "Requires-Python: >=3.12\n",
+        )
+        archive.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-manylinux_2_28_x86_64\n",
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return wheel
+
+
+def trust(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setitem(offline.WHEELS, "7.0.0", offline.Wheel("10", digest))
+
+
+def test_a_fetched_wheel_is_found(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trust(index, monkeypatch)
+    folder = fetch_wheel("7.0.0")
+    assert find_libraries() == (folder,)
+    assert {each.name for each in folder.iterdir()} == {*FILES, *offline.LINKED}
+    assert (folder / "libhiprtc.so.7").read_text() == FILES[0]
+    assert offline.rocm_release(folder) == "7.0.0"
+    index.unlink()
+    assert fetch_wheel("7.0.0") == folder  # what is here is not fetched again
+
+
+def test_a_wheel_of_another_hash_is_refused(index: Path, bare: Path) -> None:
+    with pytest.raises(BackendUnavailable, match="not the file that this version") as caught:
+        fetch_wheel("7.0.0", bare / "target")
+    assert offline.WHEELS["7.0.0"].sha256 in str(caught.value)
+    assert not (bare / "target").exists()
+
+
+def test_a_wheel_that_is_not_to_be_had(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert offline.main(["fetch", "7.2.4"]) == 1
+    message = capfd.readouterr().err
+    assert "10.3 could not be downloaded" in message
+    assert "check pip and the network" in message
+
+
+def test_a_release_without_a_wheel() -> None:
+    with pytest.raises(InvalidInput, match=r"use one of 7\.0\.0, 7\.2\.4"):
+        fetch_wheel("6.4.0")
+
+
+def test_a_folder_of_something_else_is_left_alone(bare: Path) -> None:
+    target = bare / "target"
+    target.mkdir()
+    with pytest.raises(BackendUnavailable, match=r"has no libhiprtc\.so\.7"):
+        fetch_wheel("7.0.0", target)

@@ -1,0 +1,148 @@
+"""The gate on the real kernels: they pass, and with a fault planted in their text they do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import pytest
+
+from rmsnorm_raw import check
+from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.check import Verdict, verify, write_inputs
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.errors import SimulatorError, WrongResult
+from rmsnorm_raw.gate import DeviceEngine, HostEngine
+from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.module import Binary, build
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.source import render
+from rmsnorm_raw.space import default_config
+
+SEED = 7
+
+
+def built(
+    problem: Problem, backend: Backend, slug: str = "", old: str = "", new: str = ""
+) -> tuple[Config, Binary]:
+    """The kernels of a problem, with every ``old`` in their text replaced by ``new``."""
+    config = Config.parse(slug) if slug else default_config(problem, backend.device)
+    source = render(problem, config, backend.device)
+    assert old in source.text, "the text has changed: plant this fault anew"
+    text = source.text.replace(old, new) if old else source.text
+    return config, build(dataclasses.replace(source, text=text), backend)
+
+
+REAL = [
+    make(rows, cols, x, weight_dtype=w, alignment=alignment)
+    for make in (Problem.forward, Problem.backward)
+    # whole vectors; the exact case; single elements, odd; a row of the two-pass path at wave 32
+    for rows, cols, x, w, alignment in (
+        (37, 200, "bf16", "fp32", 16), (6, 256, "fp16", "fp16", 16), (5, 1001, "bf16", None, 2),
+        (3, 40000, "fp32", "bf16", 16),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", REAL, ids=str)
+def test_a_real_kernel_passes_by_either_engine(
+    problem: Problem, cpu64: Backend, cpu32: Backend
+) -> None:
+    for backend in (cpu64, cpu32):
+        config, binary = built(problem, backend)
+        first, second = (
+            verify(problem, config, binary, seed=SEED, _engine=engine)
+            for engine in (HostEngine, DeviceEngine)
+        )
+        assert first.passed, first.message
+        assert second.passed, second.message
+        assert first.worst == pytest.approx(second.worst, rel=1e-6)
+
+
+FORWARD = Problem.forward(6, 200, "bf16")  # 25 vectors of 16 bytes: a tail in every block
+BACKWARD = Problem.backward(6, 200, "bf16")
+ONE_BY_ONE = Problem.forward(6, 201, "bf16", alignment=2)
+
+
+@pytest.mark.parametrize(
+    ("problem", "slug", "old", "new", "found"),
+    [
+        pytest.param(
+            FORWARD, "b64-t64-v16-reg",
+            "rr_sim_bf16_bits(low) | (u32)rr_sim_bf16_bits(high) << 16",
+            "as_bits(low) >> 16 | (as_bits(high) & 0xffff0000u)", r"y\[", id="truncating store",
+        ),
+        pytest.param(
+            BACKWARD, "b64-t64-v16-reg-p1", "- x[e] * row.rstd * row.mean", "", r"dx\[",
+            id="dx without its row term",
+        ),
+        pytest.param(
+            FORWARD, "b64-t64-v16-reg", "|| at < vectors", "|| at >= vectors",
+            r"y\[0, 0\] is nan", id="swapped tail mask",
+        ),
+        pytest.param(
+            ONE_BY_ONE, "b256-t256-v2-reg", "|| at < vectors", "|| at <= vectors",
+            "y: byte 0 after the last row", id="one element past the row",
+        ),
+        pytest.param(
+            FORWARD, "b256-t64-v16-reg", "BLOCK_ROWS == 1 || row < rows", "true",
+            "after the last row", id="rows past the last",
+        ),
+        pytest.param(
+            FORWARD, "b64-t64-v16-reg", "row * y_stride", "row * cols", "y: byte 0 after row 0",
+            id="a stride taken for N",
+        ),
+        pytest.param(
+            FORWARD, "b64-t64-v16-reg", "+ eps)", ")", r"rstd\[", id="eps left out"
+        ),
+        pytest.param(
+            BACKWARD, "b64-t64-v16-reg-p1", "x[e] * row.rstd *", "bf16_value(round_pair<BF16>("
+            "x[e] * row.rstd, 0.0f)) *", r"dx\[", id="xhat rounded on the way",
+        ),
+    ],
+)  # fmt: skip
+def test_a_planted_fault_is_found(
+    cpu64: Backend, problem: Problem, slug: str, old: str, new: str, found: str
+) -> None:
+    config, binary = built(problem, cpu64, slug)
+    assert verify(problem, config, binary, seed=SEED).passed
+    config, binary = built(problem, cpu64, slug, old, new)
+    verdict = verify(problem, config, binary, seed=SEED)
+    assert not verdict.passed
+    assert re.search(found, verdict.message)
+
+
+def test_a_hard_coded_wave_width_is_found(cpu64: Backend, cpu32: Backend) -> None:
+    fault = ("threadIdx.x / RR_WAVE", "threadIdx.x / 32")
+    config, binary = built(FORWARD, cpu32, "b256-t256-v16-reg", *fault)
+    assert verify(FORWARD, config, binary, seed=SEED).passed
+    config, binary = built(FORWARD, cpu64, "b256-t256-v16-reg", *fault)
+    with pytest.raises((SimulatorError, WrongResult)):
+        check.require(verify(FORWARD, config, binary, seed=SEED), FORWARD, config)
+
+
+@pytest.mark.parametrize("make", [Problem.forward, Problem.backward])
+@pytest.mark.parametrize(("rows", "cols"), [(0, 64), (4, 0)])
+def test_nothing_is_launched_for_no_elements(
+    cpu64: Backend, make: Callable[..., Problem], rows: int, cols: int
+) -> None:
+    config, binary = built(make(4, 64, "bf16"), cpu64)
+    empty = make(rows, cols, "bf16")
+    verdict = verify(empty, config, binary, seed=SEED)
+    assert verdict == Verdict(True, {}, SEED, "")
+    write_inputs(empty, cpu64, dict.fromkeys(("x", "dout", "weight", "rstd"), Tensor(0)), SEED)
+
+
+def test_seeds_are_fresh_and_can_be_repeated(cpu64: Backend) -> None:
+    config, binary = built(FORWARD, cpu64)
+    first, second = (verify(FORWARD, config, binary) for _ in range(2))
+    assert first.seed != second.seed
+    assert verify(FORWARD, config, binary, seed=first.seed) == first
+
+
+def test_a_row_of_a_million_columns_is_judged(cpu64: Backend) -> None:
+    problem = Problem.forward(2, 1 << 20, "bf16")
+    config, binary = built(problem, cpu64)
+    verdict = verify(problem, config, binary, seed=SEED)
+    assert verdict.passed, verdict.message

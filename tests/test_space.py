@@ -1,0 +1,164 @@
+"""The space: refusals carry their reason, what is kept is legal, distinct and small; the ladder."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from importlib import resources
+
+import pytest
+from covering import covering_array, pairs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import KNOWN, SIMULATED, DeviceSpec
+from rmsnorm_raw.errors import InvalidConfig
+from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.source import render
+from rmsnorm_raw.space import (
+    chunks,
+    default_config,
+    dweight_chain,
+    elements,
+    enumerate_configs,
+    lds_bytes,
+    partial_rows,
+    reject_reason,
+    require_fit,
+    row_chain,
+)
+
+GFX950, SM_90 = KNOWN["gfx950"], KNOWN["sm_90"]
+WIDE = Problem.forward(32768, 8192, "bfloat16")
+WIDE_BACKWARD = Problem.backward(32768, 8192, "bfloat16")
+
+
+def study_problems() -> list[Problem]:
+    """The 90 problems of the published study."""
+    archive = resources.files("rmsnorm_raw.study") / "archive" / "hopper_quack_cells.csv"
+    rows = [r for r in csv.DictReader(archive.read_text().splitlines()) if r["host"] == "H200"]
+    make = {"fwd": Problem.forward, "bwd": Problem.backward}
+    return [
+        make[r["op"]](int(r["m"]), int(r["n"]), r["act"], weight_dtype=r["weight"]) for r in rows
+    ]
+
+
+@pytest.mark.parametrize("device", KNOWN.values(), ids=KNOWN)
+def test_the_space_of_every_study_cell_is_small_and_holds_the_ladder(device: DeviceSpec) -> None:
+    problems = study_problems()
+    assert len(problems) == 90
+    for problem in problems:
+        space = enumerate_configs(problem, device)
+        assert 20 <= len(space.kept) <= (300 if problem.op == "forward" else 1000), problem
+        assert default_config(problem, device) in space.kept
+        assert all(reason for _, reason in space.rejected)
+
+
+@pytest.mark.parametrize("problem", [WIDE, WIDE_BACKWARD], ids=str)
+@pytest.mark.parametrize("device", [GFX950, SM_90], ids=lambda d: d.arch)
+def test_no_two_kept_configs_are_the_same_kernel(problem: Problem, device: DeviceSpec) -> None:
+    # the grid of a persistent kernel is not in its text, so the launch counts too
+    seen: dict[tuple[str, int], Config] = {}
+    for config in enumerate_configs(problem, device).kept:
+        what = (render(problem, config, device).digest, partial_rows(problem, config, device))
+        twin = seen.setdefault(what, config)
+        assert twin is config, f"{twin} and {config} are one kernel"
+
+
+problems = st.builds(
+    lambda op, rows, cols, dtype, weight, align: getattr(Problem, op)(
+        rows, cols, dtype, weight_dtype=weight, alignment=align
+    ),
+    st.sampled_from(["forward", "backward"]),
+    st.one_of(st.integers(0, 600), st.integers(0, 1 << 34)),
+    st.one_of(st.integers(0, 5000), st.integers(0, 1 << 20)),
+    st.sampled_from(sorted(DTYPE_BYTES)),
+    st.sampled_from([None, *sorted(DTYPE_BYTES)]),
+    st.sampled_from([2, 4, 8, 16]),
+)
+devices = st.sampled_from([*KNOWN.values(), *SIMULATED.values()])
+
+
+@given(problems, devices)
+@settings(max_examples=300, deadline=None)
+def test_the_ladder_serves_every_problem(problem: Problem, device: DeviceSpec) -> None:
+    config = default_config(problem, device)
+    assert reject_reason(problem, device, config) is None
+    covered = chunks(problem, config) * elements(problem, config) * config.threads_per_row
+    assert covered >= problem.cols
+    assert max(lds_bytes(problem, config, device).values()) <= device.lds_bytes
+    assert row_chain(problem, config) <= 1 + 4 * max(64, problem.cols // 1024)
+    assert dweight_chain(problem, config, device) >= 1
+
+
+REFUSED = [
+    (WIDE, GFX950, "b2048", "64 to 1024 threads"),
+    (WIDE, GFX950, "b96-t96", "whole waves of 64"),
+    (WIDE, SM_90, "b1000-t1000", "whole waves of 32"),
+    (WIDE, GFX950, "b256-t512", "threads_per_row is 8 to block=256"),
+    (WIDE, GFX950, "b256-t4", "threads_per_row is 8 to"),
+    (WIDE, GFX950, "b384-t96", "power of two or whole waves of 64"),
+    (WIDE, GFX950, "b256-v4", "vec is 16 or 8 bytes here"),
+    (Problem.forward(8, 769, "fp16"), GFX950, "b256-v16", "vec is 2 bytes here.*1538 bytes"),
+    (Problem.forward(8, 768, "fp16", alignment=4), GFX950, "b256-v16", "aligned to 4"),
+    (WIDE, GFX950, "b256-pp", "pingpong is not built"),
+    (WIDE, GFX950, "b256-lds3", "lds is not built"),
+    (WIDE, GFX950, "b256-lk", "AMD has no keep"),
+    (WIDE, GFX950, "b256-sk", "AMD has no keep"),
+    (WIDE, GFX950, "b256-m2", "min_blocks is CUDA's"),
+    (WIDE, GFX950, "b256-w3", "waves_per_eu is 1, 2 or 4"),
+    (WIDE, GFX950, "b256-w1", "inert: one block already has 1"),
+    (WIDE, GFX950, "b1024-w4", "inert: one block already has 4"),
+    (WIDE, SM_90, "b256-w2", "waves_per_eu is AMD's"),
+    (WIDE, SM_90, "b1024-m4", "cannot share a multiprocessor"),
+    (WIDE, SM_90, "b64-t64-v16-m2", "inert"),
+    (WIDE, SM_90, "b256-p2", "leave programs out"),
+    (WIDE_BACKWARD, SM_90, "b256", "persistent grid"),
+    (WIDE_BACKWARD, SM_90, "b1024-p4", "cannot share a compute unit"),
+    (WIDE_BACKWARD, SM_90, "b256-p2-fl", "last_block is not built"),
+    (WIDE_BACKWARD, SM_90, "b64-t8-v16-p1", "registers a lane"),
+    (Problem.forward(8, 262144, "fp16"), SM_90, "b1024", "registers a lane"),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "slug", "says"), REFUSED, ids=[r[2] for r in REFUSED]
+)
+def test_refusals_carry_their_reason(
+    problem: Problem, device: DeviceSpec, slug: str, says: str
+) -> None:
+    with pytest.raises(InvalidConfig, match=says) as error:
+        require_fit(problem, device, Config.parse(slug))
+    assert error.value.slug == Config.parse(slug).slug
+
+
+def test_lds_over_the_limit_is_refused_with_its_bytes() -> None:
+    # rows of a block meet in LDS for dW: two rows of 8192 want 32 KiB more than a small device has
+    tiny = replace(GFX950, lds_bytes=16 * 1024)
+    problem = Problem.backward(64, 8192, "bfloat16")
+    reason = reject_reason(problem, tiny, Config.parse("b512-t256-p1"))
+    assert reason == f"{16 * 8 + 32768} bytes of LDS a block, and gfx950 has 16384"
+
+
+def test_rows_of_375_vectors_get_192_lanes() -> None:
+    # 3000 bf16 columns: 256 lanes would leave a quarter of them idle in the second chunk
+    assert default_config(Problem.forward(4096, 3000, "bf16"), GFX950).threads_per_row == 192
+
+
+@pytest.mark.parametrize("device", [GFX950, SM_90], ids=lambda d: d.arch)
+def test_every_knob_of_these_two_paths_is_in_the_space(device: DeviceSpec) -> None:
+    configs = enumerate_configs(WIDE_BACKWARD, device).kept
+    varied = {k for c in configs for pair in pairs(c) for k in pair}
+    wanted = {("load_policy", "stream"), ("store_policy", "stream"), ("path", "two_pass")}
+    wanted |= {("vec", 8), ("programs", 1), ("programs", 2)}
+    wanted |= {("waves_per_eu", 2)} if device is GFX950 else {("min_blocks", 2)}
+    wanted |= set() if device is GFX950 else {("load_policy", "keep"), ("store_policy", "keep")}
+    assert wanted <= varied
+
+
+def test_covering_array_covers() -> None:
+    configs = enumerate_configs(WIDE_BACKWARD, GFX950).kept
+    chosen = covering_array(configs)
+    assert set().union(*map(pairs, chosen)) == set().union(*map(pairs, configs))
+    assert len(chosen) < len(configs) // 4

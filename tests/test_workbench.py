@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
+import numpy as np
+import pytest
+
+import rmsnorm_raw as rr
+from rmsnorm_raw import bandwidth, measure, space
+from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.bandwidth import Roofline
+from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.errors import CompileError, InvalidConfig, InvalidInput, WrongResult
+from rmsnorm_raw.measure import Unmeasurable
+from rmsnorm_raw.workbench import Kernel
+
+FORWARD = rr.Problem.forward(5, 256, "bfloat16", weight_dtype="float32")
+BACKWARD = rr.Problem.backward(5, 256, "bfloat16", weight_dtype="float32")
+#: a statement of the forward, and what makes every y twice too large
+NORMALISE, DOUBLED = "out[e] = x[e] * rstd;", "out[e] = 2.0f * x[e] * rstd;"
+
+
+@pytest.fixture
+def forward(cpu64: Backend) -> Kernel:
+    return rr.build(FORWARD, backend=cpu64)
+
+
+@pytest.fixture
+def backward(cpu64: Backend) -> Kernel:
+    return rr.build(BACKWARD, backend=cpu64)
+
+
+@pytest.fixture
+def doubled(forward: Kernel) -> Kernel:
+    assert NORMALISE in forward.source.text
+    return forward.with_source(forward.source.text.replace(NORMALISE, DOUBLED))
+
+
+def normal(*shape: int, dtype: str = "bfloat16") -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.dtype(dtype))
+
+
+# ---- the space ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gfx950", "gfx942", "sm_90"])
+def test_a_device_known_by_name_needs_no_gpu(name: str) -> None:
+    problem = rr.Problem.backward(32768, 8192, "bf16")
+    assert rr.default_config(problem, name) == space.default_config(problem, KNOWN[name])
+    assert rr.enumerate_configs(problem, name) == space.enumerate_configs(problem, KNOWN[name])
+
+
+def test_without_a_device_it_is_the_one_that_is_here(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
+    assert rr.explain(FORWARD).device == cpu64.device
+
+
+def test_an_unknown_device_is_refused_with_those_known() -> None:
+    with pytest.raises(InvalidInput, match=r"'gfx906'.*gfx950, gfx942, sm_90"):
+        rr.explain(FORWARD, "gfx906")
+
+
+# a narrow row, an odd width, the widest published cell, a row too wide to keep
+@pytest.mark.parametrize("cols", [8, 769, 8192, 262144])
+@pytest.mark.parametrize("name", ["gfx950", "sm_90"])
+@pytest.mark.parametrize("build", [rr.Problem.forward, rr.Problem.backward])
+def test_explain_shows_every_kept_config_and_every_kind_of_refusal(
+    build: Callable[..., rr.Problem], name: str, cols: int
+) -> None:
+    explained = rr.explain(build(4096, cols, "bf16"), name)
+    text = repr(explained)
+    marked = [part for part in text.split() if part == "->"]
+    assert len(marked) == 2  # the legend, and the choice
+    assert f"-> {explained.choice.slug}" in text
+    words = set(text.split())
+    assert words >= {config.slug for config in explained.space.kept}
+    assert sum(count for count, _, _ in explained.reasons) == len(explained.space.rejected)
+    for _, reason, config in explained.reasons:
+        assert space.reject_reason(explained.problem, explained.device, config) == reason
+        assert config.slug in text
+
+
+# ---- building ----------------------------------------------------------------------------------
+
+
+def test_a_device_by_name_is_explained_and_not_built() -> None:
+    with pytest.raises(InvalidInput, match=r"gfx950.*explain\(problem, 'gfx950'\)"):
+        rr.build(FORWARD, device="gfx950")
+
+
+def test_a_slug_and_a_config_build_the_same_kernel(cpu64: Backend) -> None:
+    config = rr.Config(block=128, threads_per_row=32)
+    by_slug = rr.build(FORWARD, "b128-t32", backend=cpu64)
+    by_config = rr.build(FORWARD, config, backend=cpu64)
+    assert by_slug.config == by_config.config == config
+    assert by_slug.source == by_config.source
+
+
+def test_a_config_that_does_not_fit_is_refused_with_its_reason(cpu64: Backend) -> None:
+    with pytest.raises(InvalidConfig, match=r"b96.*whole waves of 64"):
+        rr.build(FORWARD, "b96", backend=cpu64)
+
+
+def test_text_takes_the_place_of_the_rendered_source(forward: Kernel, doubled: Kernel) -> None:
+    built = rr.build(FORWARD, backend=forward.binary.backend, text=doubled.source.text)
+    assert built.source == doubled.source
+
+
+def test_a_kernel_names_itself_in_one_short_line(forward: Kernel) -> None:
+    assert "\n" not in repr(forward)
+    for part in (str(FORWARD), forward.config.slug, "cpu"):
+        assert part in repr(forward)
+
+
+# ---- the edit loop -----------------------------------------------------------------------------
+
+
+def test_an_edited_kernel_keeps_all_but_its_text(forward: Kernel, doubled: Kernel) -> None:
+    assert (doubled.problem, doubled.config) == (forward.problem, forward.config)
+    assert doubled.source.defines == forward.source.defines
+    assert doubled.source.entry_points == forward.source.entry_points
+    assert doubled.source.digest != forward.source.digest
+
+
+def test_text_that_does_not_compile_is_refused_with_slug_and_line(forward: Kernel) -> None:
+    lines = forward.source.text.splitlines()
+    number = next(n for n, line in enumerate(lines, start=1) if NORMALISE in line)
+    broken = forward.source.text.replace(NORMALISE, "out[e] = nothing_of_this_name;")
+    with pytest.raises(CompileError, match=rf"rmsnorm_forward\.hip:{number}\b") as caught:
+        forward.with_source(broken)
+    assert caught.value.slug == forward.config.slug
+
+
+def test_a_right_kernel_passes_and_a_seed_repeats_its_data(forward: Kernel) -> None:
+    verdict = forward.check()
+    assert verdict.passed, verdict
+    assert forward.check(seed=verdict.seed) == verdict
+
+
+def test_a_right_kernel_has_simulated_times(backward: Kernel) -> None:
+    samples = backward.bench()
+    assert samples.simulated
+    assert samples.regime == "cold"
+
+
+def test_a_wrong_kernel_has_no_time(doubled: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "time_calls", lambda *args, **kwargs: pytest.fail("was timed"))
+    assert not doubled.check().passed
+    with pytest.raises(WrongResult, match=doubled.config.slug):
+        doubled.bench()
+
+
+# ---- calling -----------------------------------------------------------------------------------
+
+
+def test_a_forward_call_gives_what_the_operation_gives(forward: Kernel) -> None:
+    x, weight = normal(5, 256), normal(256, dtype="float32")
+    got, want = forward(x, weight), rr.rmsnorm_fwd(x, weight)
+    assert got.y.tobytes() == want.y.tobytes()
+    assert got.rstd.tobytes() == want.rstd.tobytes()
+
+
+def test_a_backward_call_gives_what_the_operation_gives(backward: Kernel) -> None:
+    x, weight = normal(5, 256), normal(256, dtype="float32")
+    rstd = rr.rmsnorm_fwd(x, weight).rstd
+    got, want = backward(x[::-1].copy(), x, weight, rstd), rr.rmsnorm_bwd(x[::-1], x, weight, rstd)
+    assert got.dx.tobytes() == want.dx.tobytes()
+    assert got.dweight.tobytes() == want.dweight.tobytes()
+
+
+def test_inputs_and_results_that_the_problem_leaves_out(cpu64: Backend) -> None:
+    x = normal(5, 256)
+    plain = rr.Problem.forward(5, 256, "bf16", weight_dtype=None, store_rstd=False)
+    assert rr.build(plain, backend=cpu64)(x).rstd is None
+    recomputed = rr.Problem.backward(5, 256, "bf16", has_rstd=False, need_dx=False)
+    result = rr.build(recomputed, backend=cpu64)(x, x, normal(256))
+    assert result.dx is None
+    assert result.dweight.tobytes() == rr.rmsnorm_bwd(x, x, normal(256)).dweight.tobytes()
+
+
+def test_a_call_runs_the_edited_text(forward: Kernel, doubled: Kernel) -> None:
+    x, weight = normal(5, 256), normal(256, dtype="float32")
+    y, twice = (kernel(x, weight).y.astype(np.float32) for kernel in (forward, doubled))
+    assert np.array_equal(twice, 2 * y)
+
+
+def test_leading_dimensions_and_the_library_come_back(forward: Kernel) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, weight = torch.randn(5, 1, 256, dtype=torch.bfloat16), torch.randn(256)
+    result = forward(x, weight)
+    assert torch.equal(result.y, rr.rmsnorm_fwd(x, weight).y)
+    assert tuple(result.rstd.shape) == (5, 1)
+
+
+X, WEIGHT = normal(5, 256), normal(256, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "complaint"),
+    [
+        ((X,), r"\(x, weight\), not 1 array"),
+        ((X, WEIGHT, WEIGHT), "not 3 arrays"),
+        ((X, WEIGHT.astype(np.float16)), "weight: dtype is float16.*float32"),
+        ((X.astype(np.float16), WEIGHT), "x: dtype is float16.*bfloat16"),
+        ((X, WEIGHT[:255]), r"weight: shape is \(255,\).*\(256,\)"),
+        ((normal(5, 128), WEIGHT), r"x: shape is \(5, 128\).*\(5, 256\)"),
+        ((X[:4], WEIGHT), "rows of x is 4.* wants 5"),
+        ((normal(5, 512)[:, ::2], WEIGHT), "x: contiguous is False"),
+        ((normal(1288).ravel()[1:1281].reshape(5, 256), WEIGHT), "x: address modulo 16 is"),
+        ((X, "weight"), "a str is no array"),
+    ],
+)
+def test_arrays_that_a_kernel_was_not_built_for_are_refused(
+    forward: Kernel, arrays: tuple[Any, ...], complaint: str
+) -> None:
+    with pytest.raises(InvalidInput, match=complaint):
+        forward(*arrays)
+
+
+def test_a_problem_without_elements_is_refused(cpu64: Backend) -> None:
+    empty = rr.build(rr.Problem.forward(0, 256, "fp32"), backend=cpu64)
+    with pytest.raises(InvalidInput):
+        empty(np.empty((0, 256), np.float32), np.ones(256, np.float32))
+
+
+# ---- comparing, and the roofline ---------------------------------------------------------------
+
+
+def test_simulated_kernels_are_not_compared(forward: Kernel, doubled: Kernel) -> None:
+    with pytest.raises(Unmeasurable, match="compare on a GPU"):
+        rr.compare(forward, doubled)
+
+
+def test_kernels_of_different_problems_are_not_compared(forward: Kernel, backward: Kernel) -> None:
+    with pytest.raises(InvalidInput, match="one problem"):
+        rr.compare(forward, backward)
+
+
+def test_kernels_of_different_backends_are_not_compared(forward: Kernel, cpu32: Backend) -> None:
+    with pytest.raises(InvalidInput, match="one backend"):
+        rr.compare(forward, rr.build(FORWARD, backend=cpu32))
+
+
+def test_the_roofline_is_measured_once_a_device(
+    cpu64: Backend, cpu32: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rmsnorm_raw.workbench._rooflines", {})
+    measured: list[str] = []
+
+    def roofline(backend: Backend) -> Roofline:
+        measured.append(backend.device.name)
+        return Roofline(backend.device.name, 0, (), simulated=True)
+
+    monkeypatch.setattr(bandwidth, "roofline", roofline)
+    found = [rr.roofline(cpu64), rr.roofline(cpu32), rr.roofline(cpu64), rr.roofline("cpu")]
+    assert measured == [cpu64.device.name, cpu32.device.name]
+    assert found[2] is found[3] is found[0]
