@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from rmsnorm_raw import bounds, launch, space
 from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.backends.cpu import landings
 from rmsnorm_raw.bounds import Bits, Reference, Worst
 from rmsnorm_raw.bounds import reference_backward as reference_backward
 from rmsnorm_raw.bounds import reference_forward as reference_forward
@@ -46,6 +48,8 @@ GAP_BYTES = 16
 #: guard bytes on both sides of a tensor, beside one whole row
 GUARD_BYTES = 4096
 ALLOCATION_ALIGNMENT = 256
+#: what scratch tensors begin with: a counter counts from zero
+SCRATCH_FILL = {"workspace": OUTPUT_FILL, "counter": 0}
 MATRICES = ("x", "dout", "y", "dx")
 #: The exact case keeps to fp32's 24 bits: sum(g * x) / scale is at most 16 N in steps of 1/2,
 #: g - xhat * mean is at most 32 in steps of 1 / (2 N), sum(dout * xhat) is at most 8 M.
@@ -99,7 +103,8 @@ def verify(
     """Run a built kernel on gate data and judge everything that it wrote.
 
     What it needs it allocates on the binary's backend, about the problem's own tensors, and frees.
-    All work is on the default stream.
+    All work is on the default stream. The simulator runs a kernel with asynchronous copies once for
+    each moment at which they may land; the verdict is that on the first run that is wrong.
 
     Args:
         problem: what the binary computes; its eps and alignment are used as they are. With rows or
@@ -118,16 +123,19 @@ def verify(
         launches = launch.make_plan(problem, config, binary, {}).launches
         return Verdict(not launches, {}, seed, f"{launches} for no elements" if launches else "")
 
-    def run(tensors: Mapping[str, Tensor]) -> None:
-        launch.run(launch.make_plan(problem, config, binary, tensors))
+    def run(on: Backend, tensors: Mapping[str, Tensor]) -> None:
+        launch.run(launch.make_plan(problem, config, replace(binary, backend=on), tensors))
 
     chain = space.row_chain(problem, config)
     chains = {"y": chain, "rstd": chain}
     if problem.op == "backward":
         chains = {"dx": chain, "dweight": space.dweight_chain(problem, config, backend.device)}
-    workspace_bytes = launch.workspace_bytes(problem, config, backend.device)
+    sizes = launch.tensor_bytes(problem, config, backend.device)
+    scratch = {name: sizes[name] for name in SCRATCH_FILL if name in sizes}
     engine = _engine or (HostEngine if backend.device.simulated else DeviceEngine)
-    return _judge(problem, run, engine(backend), chains, workspace_bytes, seed)
+    judge = partial(_judge, problem, chains=chains, scratch=scratch, seed=seed)
+    verdicts = [judge(partial(run, on), engine(on)) for on in landings(backend, binary.source)]
+    return min(verdicts, key=lambda verdict: verdict.passed)
 
 
 def write_inputs(
@@ -158,18 +166,13 @@ def _judge(
     run: Callable[[Mapping[str, Tensor]], None],
     engine: Engine,
     chains: Mapping[str, int],
-    workspace_bytes: int,
+    scratch: Mapping[str, int],
     seed: int,
 ) -> Verdict:
-    """Judge whatever computes a problem on tensors at given addresses.
+    """Judge whatever computes a problem of rows and cols >= 1 on tensors at given addresses.
 
-    Args:
-        problem: what is computed; rows and cols >= 1.
-        run: enqueues the computation on the default stream.
-        engine: makes the data and compares.
-        chains: S and D of the bounds, by output.
-        workspace_bytes: size of the tensor "workspace"; 0 for none.
-        seed: of the data.
+    ``run`` enqueues the computation on the default stream. ``chains`` are S and D of the bounds, by
+    output; ``scratch`` the bytes of the tensors "workspace" and "counter", where there are any.
     """
     cases = [Case(problem, seed, exact=False)]
     power_of_two = problem.cols & (problem.cols - 1) == 0
@@ -179,7 +182,7 @@ def _judge(
     ratios: dict[str, float] = {}
     faults: list[str] = []
     for case in cases:
-        worst, found = _trial(case, run, engine, chains, workspace_bytes)
+        worst, found = _trial(case, run, engine, chains, scratch)
         faults += found
         for name, element in worst.items():
             ratios[name] = max(ratios.get(name, 0.0), element.ratio)
@@ -200,15 +203,15 @@ def _trial(
     run: Callable[[Mapping[str, Tensor]], None],
     engine: Engine,
     chains: Mapping[str, int],
-    workspace_bytes: int,
+    scratch: Mapping[str, int],
 ) -> tuple[dict[str, Worst], list[str]]:
     """Run on one data set: the worst element of each output, and what else is wrong."""
     inputs, outputs = _names(case.problem)
     buffers = {name: _allocate(engine.backend, case, name, INPUT_FILL) for name in inputs}
     buffers |= {name: _allocate(engine.backend, case, name, OUTPUT_FILL) for name in outputs}
-    if workspace_bytes:
-        words = workspace_bytes // 4
-        buffers["workspace"] = _guarded(engine.backend, words, 4, 4, 4, 0, OUTPUT_FILL)
+    for name, size_bytes in scratch.items():
+        words = size_bytes // 4
+        buffers[name] = _guarded(engine.backend, words, 4, 4, 4, 0, SCRATCH_FILL[name])
     tensors = {name: buffer.tensor for name, buffer in buffers.items()}
     _write(engine, case, tensors)
     reference = _reference(engine, case, tensors)
@@ -221,6 +224,8 @@ def _trial(
         run(tensors)
         if not np.array_equal(first, _bits(engine, case, tensors, "dweight")):
             faults.append("dweight has other bits in a second run on the same data")
+    if "counter" in scratch and engine.backend.to_host(tensors["counter"].address, 4, 0).any():
+        faults.append("counter is not 0 again after a run")
     for name, buffer in buffers.items():
         if where := buffer.broken(engine):
             faults.append(f"{name}: {where} was written, outside the tensor")

@@ -90,6 +90,8 @@ def clone_plans(
             tensors["workspace"] = launch.Tensor(base)
         if at == first:
             check.write_inputs(problem, backend, tensors, seed=0, stream=stream)
+            if "counter" in tensors:
+                backend.fill(tensors["counter"].address, 0, sizes["counter"], stream)
         else:
             backend.copy(at, first, clone_bytes, stream)
         plans.append(launch.make_plan(problem, config, binary, tensors))

@@ -69,6 +69,9 @@ class View(NamedTuple):
     library: Library
     owner: Any
 
+    def __repr__(self) -> str:  # the owner's would print its elements
+        return f"<View: {self.dtype} {self.shape} on {self.device}>"
+
 
 class Library(abc.ABC):
     """What is asked of a library that arrays come from.
@@ -248,7 +251,6 @@ def wait(device: Device, waiting: int, finishing: int) -> None:
 
 
 # ---- libraries -----------------------------------------------------------------------------------
-
 
 CPU = Device("cpu")
 _gpu = functools.cache(Device)

@@ -12,12 +12,16 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.module import Binary
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.space import column_tiles, lds_bytes, partial_rows
+from rmsnorm_raw.space import (
+    FINISH_BLOCK,
+    column_tiles,
+    finish_columns,
+    lds_bytes,
+    grid_programs,
+)
 
 #: HIP refuses a launch of 2**32 threads or more
 MAX_THREADS = (1 << 32) - 1
-FINISH_COLUMNS = 32
-FINISH_BLOCK = 256
 
 
 class Tensor(NamedTuple):
@@ -69,7 +73,8 @@ def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[s
 
     Forward: x, weight, y, rstd. Backward: dout, x, weight, rstd, dx, dweight, and the workspace:
     fp32 partial rows of dW, after fp32 {rstd, mean} of each row on the two-pass path. The
-    workspace begins at a multiple of 16 bytes, the others where problem.alignment says.
+    workspace begins at a multiple of 16 bytes, the others where problem.alignment says. The counter
+    of a last-block finish is 0 before a launch and again after it; streams must not share one.
     """
     rows, cols = problem.rows, problem.cols
     matrix, vector = rows * cols * problem.element_bytes, cols * problem.weight_bytes
@@ -84,6 +89,7 @@ def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[s
             "dx": matrix * problem.need_dx,
             "dweight": vector * problem.need_dweight,
             "workspace": workspace_bytes(problem, config, device),
+            "counter": 4 * (config.finish == "last_block" and problem.need_dweight),
         }
     return {name: size for name, size in sizes.items() if size}
 
@@ -92,7 +98,7 @@ def workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int
     """Bytes of scratch memory that backward wants; 0 where it wants none, and for forward."""
     if problem.op == "forward" or not problem.rows or not problem.cols:
         return 0
-    partials = 4 * partial_rows(problem, config, device) * problem.cols * problem.need_dweight
+    partials = 4 * grid_programs(problem, config, device) * problem.cols * problem.need_dweight
     return _row_results_bytes(problem, config) + partials
 
 
@@ -123,13 +129,16 @@ def _forward(
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
     x, y = tensors["x"], tensors["y"]
     weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
-    for first, rows in _row_launches(problem, config):
+    launches = _row_launches(problem, config) if not config.programs else [(0, problem.rows)]
+    for first, rows in launches:
         args = (
             *_rows_from(x, first, problem), _address(weight.address),
             *_rows_from(y, first, problem), _address(_entry(rstd, first)),
             np.int64(rows), np.uint32(problem.cols), np.float32(problem.eps),
         )  # fmt: skip
         grid = -(-rows // config.rows_per_block)
+        if config.programs:
+            grid = grid_programs(problem, config, device)
         yield Launch("rmsnorm_forward", grid, config.block, args, lds)
 
 
@@ -140,10 +149,10 @@ def _backward(
     lds = lds_bytes(problem, config, device)
     dout, x = tensors["dout"], tensors["x"]
     weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
-    dx = tensors.get("dx", _NOWHERE)
+    dx, dweight = tensors.get("dx", _NOWHERE), tensors.get("dweight", _NOWHERE).address
     row_results = tensors.get("workspace", _NOWHERE).address
     partial = row_results + _row_results_bytes(problem, config)
-    partials = partial_rows(problem, config, device)
+    partials = grid_programs(problem, config, device)
     rows, cols = np.int64(problem.rows), np.uint32(problem.cols)
     if not (problem.need_dx or problem.need_dweight):
         return
@@ -169,13 +178,14 @@ def _backward(
     else:
         args = (
             *_rows_from(dout, 0, problem), *_rows_from(x, 0, problem), _address(weight.address),
-            _address(rstd.address), *_rows_from(dx, 0, problem), _address(partial), rows, cols,
+            _address(rstd.address), *_rows_from(dx, 0, problem), _address(partial),
+            _address(dweight), _address(tensors.get("counter", _NOWHERE).address), rows, cols,
             np.float32(problem.eps),
         )  # fmt: skip
         yield Launch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
-    if problem.need_dweight:
-        args = (_address(partial), np.uint32(partials), cols, _address(tensors["dweight"].address))
-        grid = -(-problem.cols // FINISH_COLUMNS)
+    if problem.need_dweight and config.finish == "kernel":
+        args = (_address(partial), np.uint32(partials), cols, _address(dweight))
+        grid = -(-problem.cols // finish_columns(problem))
         yield Launch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"])
 
 

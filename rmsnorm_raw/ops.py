@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rmsnorm_raw import interop, launch, module, space
+from rmsnorm_raw import interop, ladder, launch, module, space
 from rmsnorm_raw.backends import Backend, get_backend
 from rmsnorm_raw.backends.cupy_backend import backend_of_device
 from rmsnorm_raw.config import Config
@@ -27,7 +27,23 @@ from rmsnorm_raw.source import render
 
 #: problems, and binaries, kept by a process; a model needs a few dozen
 KEPT = 1024
-MATRICES = ("x", "y", "dout", "dx")
+MATRICES = {"x", "y", "dout", "dx"}
+
+
+class Ready(NamedTuple):
+    """Built kernels of one problem; the workbench passes its own, edited text and all, as config.
+
+    Attributes:
+        problem: what they compute.
+        config: their knobs.
+        binary: the kernels.
+        scratch: (name, bytes) of the tensors that no caller sees.
+    """
+
+    problem: Problem
+    config: Config
+    binary: module.Binary
+    scratch: tuple[tuple[str, int], ...]
 
 
 class Forward(NamedTuple):
@@ -51,7 +67,7 @@ def rmsnorm_fwd(
     eps: float = 1e-6,
     store_rstd: bool = True,
     out: Any = None,
-    config: Config | str | None = None,
+    config: Config | Ready | str | None = None,
     stream: Any = None,
 ) -> Forward:
     """y = x * rstd * weight with rstd = (mean(x²) + eps)^-½, over the last dimension.
@@ -109,7 +125,7 @@ def rmsnorm_bwd(
     eps: float = 1e-6,
     need_dx: bool = True,
     need_dweight: bool = True,
-    config: Config | str | None = None,
+    config: Config | Ready | str | None = None,
     stream: Any = None,
 ) -> Backward:
     """The gradients of :func:`rmsnorm_fwd`: with x̂ = x * rstd and g = dout * weight.
@@ -244,18 +260,23 @@ class _Call:
         return seen
 
     def run(
-        self, problem: Problem, chosen: Config | None, tensors: Mapping[str, View | None]
+        self, problem: Problem, chosen: Config | Ready | None, tensors: Mapping[str, View | None]
     ) -> None:
         """Launch a problem on checked arrays; x's stream must be current in x's library."""
         used = {name: seen for name, seen in tensors.items() if seen is not None}
         placed = {name: self._placed(name, seen) for name, seen in used.items()}
         places = {name: place for name, (place, _) in placed.items()}
         alignment_bytes = _alignment_bytes(problem, places)
-        ready = _prepare(problem, alignment_bytes, chosen, self.x.device)
-        if ready.workspace_bytes:
-            workspace = self.new((-(-ready.workspace_bytes // 4),), "float32")
-            places["workspace"] = Tensor(workspace.address)
-        plan = launch.make_plan(ready.problem, ready.config, ready.binary, places)
+        if isinstance(chosen, Ready):
+            use = _serving(chosen, problem, alignment_bytes, self.x.device)
+        else:
+            use = _prepare(problem, alignment_bytes, chosen, self.x.device)
+        scratch = {name: self.new((-(-size // 4),), "float32") for name, size in use.scratch}
+        places |= {name: Tensor(seen.address) for name, seen in scratch.items()}
+        if "counter" in scratch:
+            backend = use.binary.backend
+            backend.fill(scratch["counter"].address, 0, 4, self.stream)
+        plan = launch.make_plan(use.problem, use.config, use.binary, places)
         launch.run(plan, self.stream)
         # memory that other libraries lent is free for them again when this work is done
         for theirs in self._lenders:
@@ -297,10 +318,10 @@ def _number(eps: Any) -> float:
         raise InvalidInput(f"eps is {eps!r}: pass a number >= 0") from error
 
 
-def _parse(config: Config | str | None) -> Config | None:
+def _parse(config: Config | Ready | str | None) -> Config | Ready | None:
     if isinstance(config, str):
         return None if config == "ladder" else Config.parse(config)
-    if config is None or isinstance(config, Config):
+    if config is None or isinstance(config, (Config, Ready)):
         return config
     raise InvalidConfig(repr(config), 'pass a slug, a Config, "ladder" or None')
 
@@ -322,18 +343,15 @@ def _alignment_bytes(problem: Problem, places: Mapping[str, Tensor]) -> int:
     The weight's element may have another size: the elements that v bytes of x hold are moved in
     pieces of at most 16 bytes, and these must be aligned.
     """
-    element = problem.element_bytes
-    matrices = [place for name, place in places.items() if name in MATRICES]
-    weight = places.get("weight", Tensor(0)).address
-
-    def allows(vec: int) -> bool:
-        starts = (
-            number % vec == 0 for m in matrices for number in (m.address, m.row_stride * element)
-        )
-        piece = min(16, vec // element * problem.weight_bytes) or 1
-        return all(starts) and weight % piece == 0
-
-    return next((vec for vec in (16, 8, 4) if vec > element and allows(vec)), element)
+    element, bits = problem.element_bytes, 16
+    for name in places.keys() & MATRICES:
+        bits |= places[name].address | places[name].row_stride * element
+    vec = bits & -bits  # the lowest bit that any of them has
+    if problem.weight_dtype is not None:
+        weight = places["weight"].address
+        while weight % min(16, vec // element * problem.weight_bytes):
+            vec //= 2
+    return vec
 
 
 def _backend(device: Device) -> Backend:
@@ -342,24 +360,34 @@ def _backend(device: Device) -> Backend:
     return backend_of_device(device.kind, device.index)
 
 
-class _Ready(NamedTuple):
-    problem: Problem
-    config: Config
-    binary: module.Binary
-    workspace_bytes: int
+def _serving(ready: Ready, problem: Problem, alignment_bytes: int, where: Device) -> Ready:
+    """``ready``, if it was built for this problem, such addresses and where the arrays lie."""
+    built, found = ready.problem, replace(problem, alignment=alignment_bytes)
+    if replace(found, alignment=built.alignment) != built or found.alignment < built.alignment:
+        raise InvalidInput(f"the kernel is built for {built!r}, and the arrays are {found!r}")
+    if where.kind != ready.binary.backend.name:
+        raise InvalidInput(
+            f"the kernel is built for {ready.binary.backend.name}, and the arrays are on {where}"
+        )
+    return ready
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _prepare(
-    problem: Problem, alignment_bytes: int, chosen: Config | None, where: Device
-) -> _Ready:
+def _prepare(problem: Problem, alignment_bytes: int, chosen: Config | None, where: Device) -> Ready:
     """What a call needs that does not depend on addresses, found once for each problem."""
     device = _backend(where).device
     problem = replace(problem, alignment=alignment_bytes)
-    config = chosen or space.default_config(problem, device)
+    config = chosen or ladder.default_config(problem, device)
     space.require_fit(problem, device, config)
     binary = _build(replace(problem, rows=1, eps=0.0), config, where)
-    return _Ready(problem, config, binary, launch.workspace_bytes(problem, config, device))
+    return ready(problem, config, binary)
+
+
+def ready(problem: Problem, config: Config, binary: module.Binary) -> Ready:
+    """Built kernels, with the scratch memory that a call of them wants."""
+    sizes = launch.tensor_bytes(problem, config, binary.backend.device)
+    scratch = tuple((name, sizes[name]) for name in ("workspace", "counter") if name in sizes)
+    return Ready(problem, config, binary, scratch)
 
 
 @functools.lru_cache(maxsize=KEPT)

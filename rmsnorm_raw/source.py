@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.kernels import backward, forward, prelude
+from rmsnorm_raw.kernels import backward, forward, prelude, ring, rows
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.space import TILE_CHUNKS, chunks, elements, require_fit
+from rmsnorm_raw.space import TILE_CHUNKS, chunks, elements, finish_columns, require_fit
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,12 @@ class Source:
 
 
 _KIND = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
-_PATH = {"registers": "PATH_REGISTERS", "two_pass": "PATH_TWO_PASS"}
+_PATH = {
+    "registers": "PATH_REGISTERS",
+    "pingpong": "PATH_PINGPONG",
+    "lds": "PATH_LDS",
+    "two_pass": "PATH_TWO_PASS",
+}
 _POLICY = {"default": "POLICY_DEFAULT", "keep": "POLICY_KEEP", "stream": "POLICY_STREAM"}
 
 
@@ -85,22 +90,34 @@ def render(
         common["TILE_CHUNKS"] = TILE_CHUNKS
     else:
         common["RR_CHUNKS"] = max(1, chunks(problem, config))
-    if problem.op == "forward":
+    forward_op = problem.op == "forward"
+    last_block = problem.need_dweight and config.finish == "last_block"
+    if config.path == "lds":
+        common |= {
+            "RR_STAGES": config.stages,
+            "RR_BULK": int(config.bulk),
+            "RR_REREAD": int(config.reread),
+            "RR_RING_TENSORS": 1 if forward_op else 2,
+            "RR_ROW_STORES": int(forward_op or problem.need_dx),
+        }
+    if forward_op:
         own = {"RR_STORE_RSTD": int(problem.store_rstd)}
-        text = forward.TEXT
         entry_points: tuple[str, ...] = ("rmsnorm_forward",)
     else:
         own = {
             "RR_HAS_RSTD": int(problem.has_rstd),
             "RR_NEED_DX": int(problem.need_dx),
             "RR_NEED_DW": int(problem.need_dweight),
+            "RR_LAST_BLOCK": int(last_block),
+            "RR_FINISH_COLUMNS": finish_columns(problem),
         }
-        text = backward.TEXT
         entry_points = ("rmsnorm_backward",)
         if config.path == "two_pass":
             entry_points = ("rmsnorm_backward_rows", "rmsnorm_backward_columns")
-        if problem.need_dweight:
+        if problem.need_dweight and not last_block:
             entry_points += ("rmsnorm_dweight",)
+    text = prelude.TEXT + rows.TEXT + (ring.TEXT if config.path == "lds" else "")
+    text += forward.TEXT if forward_op else backward.TEXT
     defines = target_defines(device) + tuple((k, str(v)) for k, v in (common | own).items())
     name = f"rmsnorm_{problem.op}.hip"
-    return Source(name, prelude.TEXT + text, defines, entry_points, config.slug)
+    return Source(name, text, defines, entry_points, config.slug)

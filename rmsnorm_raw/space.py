@@ -1,31 +1,44 @@
-"""The kernel space: what fits a problem, what is worth a search, and the ladder's default.
+"""The kernel space: the counts that follow from a config, what fits a problem, what to search.
 
-``reject_reason`` is the only judge. The enumerator proposes and the judge keeps, or names the
-reason; the ladder's choice must be kept like any other.
+``reject_reason`` is the only judge. The enumerator proposes, and the judge keeps or names the
+reason; the ladder's choice (:mod:`rmsnorm_raw.ladder`) must be kept like any other.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rmsnorm_raw.config import Config, Policy
+from rmsnorm_raw.config import Config, Path, Policy
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.problem import Problem
 
 BLOCKS = (64, 128, 256, 512, 1024)
 PROGRAMS = (1, 2, 3, 4, 8)
+STAGES = (2, 3, 4)
 #: (load, store) of the rows. Outputs are kept only where the rows are: alone, they would push out
 #: the rows that a second pass or a neighbour's weight still wants.
 POLICIES: tuple[tuple[Policy, Policy], ...] = (
     ("default", "default"), ("keep", "default"), ("stream", "default"), ("default", "stream"),
     ("keep", "stream"), ("stream", "stream"), ("keep", "keep"),
 )  # fmt: skip
+#: the same for the paths that overlap rows, by dialect; on an H200 streamed row loads lose 15 %
+PIPELINE_POLICIES: dict[str, tuple[tuple[Policy, Policy], ...]] = {
+    "cuda": (("default", "default"), ("default", "stream"), ("keep", "stream")),
+    "amd": (("default", "default"), ("default", "stream"), ("stream", "stream")),
+}
+#: threads of a CU in a search of those paths: what is in flight keeps memory busy, not waves
+PIPELINE_THREADS = 512
+#: up to so many rows a second launch is a good part of the time, and is worth saving
+LAST_BLOCK_ROWS = 512
 MAX_RESIDENT_THREADS = 2048  # of a CU or multiprocessor, both vendors
 MAX_ROWS_PER_BLOCK = 16  # in a search; more only lengthens the merge of dW
 #: chunks that the two-pass kernels have in flight at once (TILE_CHUNKS of the kernel text)
 TILE_CHUNKS = 4
+#: threads of a block that finishes dW
+FINISH_BLOCK = 1024
 #: registers of addresses, counters and the reduction, beside the row's data; NVRTC 13 and hiprtc 7
 #: both stay under it for the plain kernels
 OVERHEAD_REGISTERS = 28
@@ -45,32 +58,50 @@ def chunks(problem: Problem, config: Config) -> int:
 
 
 def lane_registers(problem: Problem, config: Config) -> int:
-    """An estimate of the 32-bit registers a lane needs; the built kernel has the last word."""
+    """An estimate of the 32-bit registers a lane needs without spilling.
+
+    The built kernel has the last word. Fitted to NVRTC 13.5 at 8 to 32 bf16 elements a lane, which
+    converts the rows of backward to fp32 once and holds them over the reduction; forward's and the
+    weights stay packed.
+    """
     each = elements(problem, config)
-    kept = chunks(problem, config) if config.path == "registers" else 1
-    in_flight = 1 if config.path == "registers" else TILE_CHUNKS
-    row_words = max(1, config.vec // 4)
-    weight_words = max(1, each * problem.weight_bytes // 4) if problem.weight_bytes else 0
-    if problem.op == "forward":
-        data = row_words * kept * in_flight + weight_words
-    else:
-        dweight_words = each * problem.need_dweight
-        data = kept * (2 * row_words * in_flight + weight_words + dweight_words)
-    return data + OVERHEAD_REGISTERS
+    packed = max(1, config.vec // 4)
+    weight = max(1, each * problem.weight_bytes // 4) if problem.weight_bytes else 0
+    if config.path == "two_pass":
+        tensors = 1 if problem.op == "forward" else 2
+        return OVERHEAD_REGISTERS + TILE_CHUNKS * tensors * packed + weight + each
+    held = 0 if config.reread else packed if problem.op == "forward" else 2 * each
+    next_row = packed if problem.op == "forward" else 2 * packed
+    if problem.op == "backward":
+        held += each * problem.need_dweight
+    chunk = held + weight + (next_row if config.path == "pingpong" else 0)
+    return OVERHEAD_REGISTERS + chunks(problem, config) * chunk
 
 
 def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str, int]:
-    """Dynamic LDS (shared memory) of a block, by entry point; the layout is the kernels' own."""
-    waves = config.block // device.wave
-    if problem.op == "forward":
-        return {"rmsnorm_forward": 4 * waves}
-    finish = {"rmsnorm_dweight": 4 * 256} if problem.need_dweight else {}
-    if config.path == "two_pass":
-        return {"rmsnorm_backward_rows": 8 * waves, "rmsnorm_backward_columns": 0} | finish
-    merge = 0
-    if problem.need_dweight and config.rows_per_block > 1:
-        merge = 4 * chunks(problem, config) * elements(problem, config) * config.threads_per_row
-    return {"rmsnorm_backward": 16 * waves + merge} | finish
+    """Dynamic LDS (shared memory) of a block, by entry point; the layout is the kernels' own.
+
+    Every kernel has 16 bytes a wave to exchange sums. The ring adds stages x tensors x rows of the
+    block, whole chunks each, and an mbarrier a stage in bulk; the rows of a block that meet for dW
+    use the same memory when the ring is done.
+    """
+    exchange = 16 * (config.block // device.wave)
+    if config.path == "two_pass" and problem.op == "backward":
+        sizes = {"rmsnorm_backward_rows": exchange, "rmsnorm_backward_columns": 0}
+    else:
+        row_elements = chunks(problem, config) * elements(problem, config) * config.threads_per_row
+        need = exchange
+        if problem.need_dweight and problem.op == "backward" and config.rows_per_block > 1:
+            need = exchange + 4 * row_elements
+        if config.path == "lds":
+            tensors = 1 if problem.op == "forward" else 2
+            row_bytes = row_elements * problem.element_bytes
+            ring = config.stages * tensors * config.rows_per_block * row_bytes
+            need = max(need, -(-(exchange + 64 * config.bulk) // 128) * 128 + ring)
+        sizes = {f"rmsnorm_{problem.op}": need}
+    if problem.op == "backward" and problem.need_dweight and config.finish == "kernel":
+        sizes["rmsnorm_dweight"] = 4 * FINISH_BLOCK
+    return sizes
 
 
 def row_chain(problem: Problem, config: Config) -> int:
@@ -83,8 +114,11 @@ def row_chain(problem: Problem, config: Config) -> int:
     return -(-covered * each // 4) + 4
 
 
-def partial_rows(problem: Problem, config: Config, device: DeviceSpec) -> int:
-    """Rows of fp32 partial sums of dW: the programs of the grid, or the row shares of two passes."""
+def grid_programs(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    """Blocks of a persistent grid; on backward's two_pass the shares that the rows are dealt into.
+
+    Each leaves one row of fp32 partial sums of dW.
+    """
     programs = max(1, config.programs) * device.compute_units
     if config.path == "two_pass":
         programs = max(1, programs // column_tiles(problem, config))
@@ -97,11 +131,29 @@ def column_tiles(problem: Problem, config: Config) -> int:
     return max(1, -(-problem.cols // (config.block * elements(problem, config))))
 
 
+def finish_columns(problem: Problem) -> int:
+    """Columns that a block finishes dW for: few of a narrow row, so that there are more blocks."""
+    return 8 if problem.cols <= 2048 else 32
+
+
 def dweight_chain(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """D of the error bounds: rows that a program accumulates plus partial rows summed."""
-    partials = partial_rows(problem, config, device)
-    slots = config.rows_per_block if config.path == "registers" else 1
+    partials = grid_programs(problem, config, device)
+    slots = 1 if config.path == "two_pass" else config.rows_per_block
     return -(-problem.rows // (partials * slots)) + slots + partials
+
+
+def row_vectors(problem: Problem) -> int:
+    """Vectors of the widest kind in a row."""
+    return max(1, problem.cols * problem.element_bytes // problem.widest_vec)
+
+
+def covering_lanes(vectors: int, per_lane: int, device: DeviceSpec) -> int:
+    """Lanes that cover a row in ``per_lane`` chunks: whole waves, or a power of two below one."""
+    lanes = -(-vectors // per_lane)
+    if lanes > device.wave:
+        return min(1024, -(-lanes // device.wave) * device.wave)
+    return max(8, 1 << (lanes - 1).bit_length())
 
 
 # ---- the judge ---------------------------------------------------------------------------------
@@ -112,7 +164,7 @@ def reject_reason(problem: Problem, device: DeviceSpec, config: Config) -> str |
     return (
         _reject_threads(device, config)
         or _reject_vec(problem, config)
-        or _reject_path(problem, config)
+        or _reject_path(problem, device, config)
         or _reject_policies(device, config)
         or _reject_bounds(device, config)
         or _reject_grid(problem, config)
@@ -144,25 +196,39 @@ def _reject_vec(problem: Problem, config: Config) -> str | None:
     if config.vec not in (widest, widest // 2) or config.vec < element:
         offered = " or ".join(str(v) for v in (widest, widest // 2) if v >= element)
         return (
-            f"vec is {offered} bytes here (rows of {problem.cols * element} bytes, addresses aligned "
-            f"to {problem.alignment}), not {config.vec}"
+            f"vec is {offered} bytes here (rows of {problem.cols * element} bytes, addresses "
+            f"aligned to {problem.alignment}), not {config.vec}"
         )
     return None
 
 
-def _reject_path(problem: Problem, config: Config) -> str | None:
-    if config.path in ("pingpong", "lds"):
-        return f"path {config.path} is not built in this version: use registers or two_pass"
-    if config.stages or config.bulk or config.reread:
-        return f"stages, bulk and reread belong to path lds, not {config.path}"
-    if config.finish == "last_block":
-        return "finish last_block is not built in this version: use the second kernel"
+def _reject_path(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
+    if config.finish == "last_block" and (problem.op == "forward" or config.path == "two_pass"):
+        return "finish is a knob of backward's single kernel: forward has no dW, two_pass its own"
+    if config.path != "lds":
+        if config.stages or config.bulk or config.reread:
+            return f"stages, bulk and reread belong to path lds, not {config.path}"
+        return None
+    if not 2 <= config.stages <= 8:
+        return f"a ring has 2 to 8 stages, not {config.stages}"
+    if config.vec < 4:
+        return f"an asynchronous copy moves at least 4 bytes a lane, and vec is {config.vec}"
+    if config.bulk:
+        if device.arch != "sm_90":
+            return f"bulk row copies are sm_90's; {device.arch} copies by lanes"
+        if config.vec < 16:
+            return "a bulk copy wants rows of whole 16-byte vectors"
+    elif device.dialect == "amd" and config.threads_per_row % device.wave:
+        return f"a wave's copies share one row: threads_per_row is whole waves of {device.wave}"
     return None
 
 
 def _reject_policies(device: DeviceSpec, config: Config) -> str | None:
     if device.dialect == "amd" and "keep" in (config.load_policy, config.store_policy):
         return "AMD has no keep policy: use default or stream"
+    by_lanes = device.dialect == "cuda" and config.path == "lds" and not config.bulk
+    if by_lanes and config.load_policy != "default":
+        return "cp.async by lanes takes no policy: use lds<n>b or the default"
     return None
 
 
@@ -191,14 +257,12 @@ def _reject_bounds(device: DeviceSpec, config: Config) -> str | None:
 
 
 def _reject_grid(problem: Problem, config: Config) -> str | None:
-    if problem.op == "forward":
+    if problem.op == "forward" and config.path in ("registers", "two_pass"):
         if config.programs:
             return f"forward's path {config.path} has one block a row group: leave programs out"
         return None
     if config.programs not in PROGRAMS:
-        return (
-            f"backward has a persistent grid: programs is one of {PROGRAMS}, not {config.programs}"
-        )
+        return f"the grid is persistent: programs is one of {PROGRAMS}, not {config.programs}"
     if config.programs * config.block > MAX_RESIDENT_THREADS:
         return f"{config.programs} programs of {config.block} threads cannot share a compute unit"
     return None
@@ -217,8 +281,10 @@ def _reject_registers(problem: Problem, device: DeviceSpec, config: Config) -> s
 
 def _reject_lds(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
     need = max(lds_bytes(problem, config, device).values())
-    if need > device.lds_bytes:
-        return f"{need} bytes of LDS a block, and {device.arch} has {device.lds_bytes}"
+    blocks = max(1, config.programs)
+    if blocks * need > device.lds_bytes:
+        together = f" x {blocks} programs" if blocks > 1 else ""
+        return f"{need} bytes of LDS a block{together}, and {device.arch} has {device.lds_bytes}"
     return None
 
 
@@ -239,9 +305,10 @@ class Space:
 def enumerate_configs(problem: Problem, device: DeviceSpec) -> Space:
     """All configs worth trying for a problem on a device, in a fixed order.
 
-    The space is a union of planes through block x threads_per_row x path x programs: the pairs of
-    cache policies at the widest vectors, the second launch bounds, and vectors of half the width.
-    That keeps it searchable (at most 300 forward, 1,000 backward) with no knob left out.
+    The space is a union of planes over blocks and lanes a row: for registers the pairs of cache
+    policies, the second launch bounds and vectors of half the width; for the paths that overlap
+    rows every ring; for two passes the policies. That keeps it searchable (at most 300 forward,
+    1,000 backward) with no knob left out.
     """
     kept: dict[Config, None] = {}
     rejected: dict[Config, str] = {}
@@ -256,108 +323,70 @@ def enumerate_configs(problem: Problem, device: DeviceSpec) -> Space:
 
 def _candidates(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     vec = problem.widest_vec
-    for base in _shapes(problem, device):
-        for load, store in POLICIES:
-            yield replace(base, vec=vec, load_policy=load, store_policy=store)
-        for bound in (2, 4):
-            if device.dialect == "amd":
-                yield replace(base, vec=vec, waves_per_eu=bound)
-            else:
-                yield replace(base, vec=vec, min_blocks=bound)
-        if vec > problem.element_bytes:
-            yield replace(base, vec=vec // 2)
+    for shape in _shapes(problem, device):
+        yield from _register_plane(problem, device, replace(shape, vec=vec))
+        yield from _pipeline_plane(problem, device, replace(shape, vec=vec))
+    for block in BLOCKS:
+        if row_vectors(problem) > block:
+            for programs in (0,) if problem.op == "forward" else (1, 2, 4):
+                base = Config(block=block, vec=vec, path="two_pass", programs=programs)
+                for load, store in POLICIES:
+                    yield replace(base, load_policy=load, store_policy=store)
 
 
 def _shapes(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
-    """Blocks, lanes a row, path and programs: the planes' common part."""
-    programs = (0,) if problem.op == "forward" else PROGRAMS
-    vectors = _vectors(problem)
-    powers = {8 << k for k in range(8)}
-    # lanes that just cover the row in 1 to 4 chunks: 192 instead of 256 for 375 vectors
-    fitted = {_lanes(vectors, per_lane, device) for per_lane in (1, 2, 4)} - powers
-    for count in programs:
-        for block in BLOCKS:
-            if vectors > block:
-                yield Config(block=block, path="two_pass", programs=count)
-            for row in sorted(powers):
-                # no row slot with more than half of its lanes idle, none with very far to go
-                wanted = (row == 8 or row < 2 * vectors) and vectors <= 64 * row
-                if wanted and row <= block <= MAX_ROWS_PER_BLOCK * row:
-                    yield Config(block=block, threads_per_row=row, programs=count)
-        for row in sorted(fitted):
-            for block in (row, 2 * row):
-                yield Config(block=block, threads_per_row=row, programs=count)
-
-
-# ---- the ladder --------------------------------------------------------------------------------
-
-
-def default_config(problem: Problem, device: DeviceSpec) -> Config:
-    """The analytical default: a function of M, N, dtypes and device alone.
-
-    Raises:
-        InvalidConfig: nothing fits; the message carries the reason for the last rung.
-    """
-    rungs = list(_rungs(problem, device))
-    for config in rungs:
-        if reject_reason(problem, device, config) is None:
-            return config
-    require_fit(problem, device, rungs[-1])
-    raise AssertionError("unreachable: the last rung was refused above")
-
-
-def _rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
-    """Configs from the one wanted to the one that always fits."""
-    vec = problem.widest_vec
-    vectors = _vectors(problem)
-    forward = problem.op == "forward"
-
-    # Lanes a row. Many rows: a lane keeps about 32 bytes of a narrow row and 64 of a wide one, enough
-    # in flight to cover memory latency. Few rows: the device is empty, so a row takes every lane it
-    # can use and waits for memory once.
-    few_rows = problem.rows < 2 * device.compute_units
-    per_lane = 1 if few_rows else 2 if vectors * vec <= 8192 else 4
-    wanted = _lanes(vectors, per_lane, device)
-
-    # Rows a block. A block of at least 128 threads, so that narrow rows do not run into the limit on
-    # resident blocks; backward's persistent programs want 256, for fewer partial rows of dW.
-    least = 64 if few_rows else 128 if forward else 256
+    """Blocks and lanes a row."""
+    vectors = row_vectors(problem)
     powers = [8 << k for k in range(8)]
-    wider = [row for row in powers if row > wanted]
-    narrower = [row for row in reversed(powers) if row < wanted]
-    for row in (wanted, *wider, *narrower):
-        block = row * -(-least // row)
-        base = Config(block=block, threads_per_row=row, vec=vec)
-        if forward:
-            yield replace(base, load_policy=_forward_load_policy(problem, device))
-        else:
-            yield replace(base, programs=max(1, min(4, 1024 // block)))
-
-    # A row too wide to keep.
-    if forward:
-        policy = _forward_load_policy(problem, device)
-        yield Config(block=1024, vec=vec, path="two_pass", load_policy=policy)
-    else:
-        yield Config(block=256, vec=vec, path="two_pass", programs=4)
+    for block in BLOCKS:
+        for row in powers:
+            # no row slot with more than half of its lanes idle, none with very far to go
+            wanted = (row == 8 or row < 2 * vectors) and vectors <= 64 * row
+            if wanted and row <= block <= MAX_ROWS_PER_BLOCK * row:
+                yield Config(block=block, threads_per_row=row)
+    # lanes that just cover the row in 1, 2 or 4 chunks: 192 instead of 256 for 375 vectors
+    for row in sorted(
+        {covering_lanes(vectors, per_lane, device) for per_lane in (1, 2, 4)} - {*powers}
+    ):
+        for block in (row, 2 * row, 4 * row):
+            if 64 <= block <= 512 or block == row:
+                yield Config(block=block, threads_per_row=row)
 
 
-def _vectors(problem: Problem) -> int:
-    """Vectors of the widest kind in a row."""
-    return max(1, problem.cols * problem.element_bytes // problem.widest_vec)
+def _register_plane(problem: Problem, device: DeviceSpec, shape: Config) -> Iterator[Config]:
+    for programs in (0,) if problem.op == "forward" else PROGRAMS:
+        base = replace(shape, programs=programs)
+        yield base
+        for bound in (2, 4):
+            if device.dialect == "amd":
+                yield replace(base, waves_per_eu=bound)
+            else:
+                yield replace(base, min_blocks=bound)
+        if base.vec > problem.element_bytes:
+            yield replace(base, vec=base.vec // 2)
+        if programs <= 2:
+            for load, store in POLICIES:
+                yield replace(base, load_policy=load, store_policy=store)
+            if problem.need_dweight and problem.rows <= LAST_BLOCK_ROWS:
+                yield replace(base, finish="last_block")
 
 
-def _lanes(vectors: int, per_lane: int, device: DeviceSpec) -> int:
-    """Lanes that cover a row in ``per_lane`` chunks: whole waves, or a power of two below one."""
-    lanes = -(-vectors // per_lane)
-    if lanes > device.wave:
-        return min(1024, -(-lanes // device.wave) * device.wave)
-    return max(8, 1 << (lanes - 1).bit_length())
-
-
-def _forward_load_policy(problem: Problem, device: DeviceSpec) -> Policy:
-    """Keep rows in L2 where CUDA can and they do not fit anyway: 262 -> 252 us at 32768x8192 bf16.
-
-    An H200, 2026-10, with 256 threads a row; evict_first gave 278. AMD has no such policy.
-    """
-    larger_than_cache = problem.logical_bytes() > device.last_level_cache_bytes
-    return "keep" if device.dialect == "cuda" and larger_than_cache else "default"
+def _pipeline_plane(problem: Problem, device: DeviceSpec, shape: Config) -> Iterator[Config]:
+    """Every ring and ping-pong; few of them for forward, where a persistent grid has yet to win."""
+    forward = problem.op == "forward"
+    if shape.block < (256 if forward else 128) or shape.rows_per_block > (2 if forward else 4):
+        return
+    # to read the ring again saves registers, so it is for lanes that keep much
+    rereads = (False, True) if chunks(problem, shape) * elements(problem, shape) >= 32 else (False,)
+    paths = [Config(path="pingpong")]
+    for stages, bulk, reread in itertools.product(STAGES, (False, True), rereads):
+        if not forward or stages != 3:
+            paths.append(Config(path="lds", stages=stages, bulk=bulk, reread=reread))
+    for programs, path in itertools.product((2,) if forward else (1, 2, 4), paths):
+        if programs > 1 and programs * shape.block > (1024 if forward else PIPELINE_THREADS):
+            continue
+        for load, store in PIPELINE_POLICIES[device.dialect][forward:]:
+            yield replace(
+                shape, programs=programs, path=path.path, stages=path.stages, bulk=path.bulk,
+                reread=path.reread, load_policy=load, store_policy=store,
+            )  # fmt: skip

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,10 +23,10 @@ from rmsnorm_raw import (
     bandwidth,
     check,
     clones,
-    interop,
-    launch,
+    ladder,
     measure,
     module,
+    ops,
     source,
     space,
     stats,
@@ -36,10 +35,7 @@ from rmsnorm_raw.backends import Backend, Resources, get_backend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec, known_device
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.ops import Backward, Forward
 from rmsnorm_raw.problem import Problem
-
-INPUTS = {"forward": ("x", "weight"), "backward": ("dout", "x", "weight", "rstd")}
 
 
 def default_config(problem: Problem, device: str | DeviceSpec | None = None) -> Config:
@@ -53,7 +49,7 @@ def default_config(problem: Problem, device: str | DeviceSpec | None = None) -> 
         InvalidInput: no device has that name.
         InvalidConfig: nothing fits, with the reason.
     """
-    return space.default_config(problem, _device(device))
+    return ladder.default_config(problem, _device(device))
 
 
 def enumerate_configs(problem: Problem, device: str | DeviceSpec | None = None) -> space.Space:
@@ -73,7 +69,7 @@ def explain(problem: Problem, device: str | DeviceSpec | None = None) -> Explana
     """
     spec = _device(device)
     found = space.enumerate_configs(problem, spec)
-    return Explanation(problem, spec, found, space.default_config(problem, spec))
+    return Explanation(problem, spec, found, ladder.default_config(problem, spec))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -147,73 +143,28 @@ class Kernel:
         """Registers, LDS and spills by entry point, as the toolchain says them."""
         return self.binary.resources
 
-    def __call__(self, *arrays: Any) -> Forward | Backward:
+    def __call__(self, *arrays: Any) -> ops.Forward | ops.Backward:
         """Run this very source on arrays: k(x, w), or k(dout, x, w, rstd) for backward.
 
-        What the problem does not have (a weight, rstd) is left out. Work and results are on the
-        current stream of x's library.
-
-        Args:
-            arrays: contiguous, of one library, on this kernel's backend, of the problem's dtypes
-                and sizes; x and dout may have any leading dimensions. Other arrays are for
-                :mod:`rmsnorm_raw.ops`.
+        What the problem does not have (a weight, rstd) is left out. Arrays and results are those of
+        :func:`rmsnorm_fwd` and :func:`rmsnorm_bwd`.
 
         Raises:
-            InvalidInput: an array is not what the kernel was built for, or there is no work.
+            InvalidInput: an array is not what the kernel was built for.
         """
-        problem = self.problem
-        sizes = launch.tensor_bytes(problem, self.config, self.binary.backend.device)
-        inputs = [name for name in INPUTS[problem.op] if name in sizes]
-        if len(arrays) != len(inputs) or not inputs:
-            raise InvalidInput(f"{self!r} takes ({', '.join(inputs)}), not {len(arrays)} arrays")
-        views = {name: interop.view(array) for name, array in zip(inputs, arrays, strict=True)}
-        x = views["x"]
-        vector, leading = (problem.cols,), x.shape[:-1]
-        shapes = dict.fromkeys(check.MATRICES, (*leading, *vector))
-        shapes |= {"weight": vector, "dweight": vector, "rstd": leading}
-        shapes["workspace"] = (sizes.get("workspace", 0) // 4,)
-        for name, seen in views.items():
-            self._require(name, seen, shapes[name], x)
-        stream = interop.work_stream(x, None)
-        with x.library.on(x.device, stream):
-            for name in sizes.keys() - views.keys():
-                made = x.library.empty(shapes[name], self._dtype(name), x.device)
-                views[name] = x.library.view(made)
-            tensors = {
-                name: launch.Tensor(seen.address, problem.cols if name in check.MATRICES else 0)
-                for name, seen in views.items()
-            }
-            launch.run(launch.make_plan(problem, self.config, self.binary, tensors), stream)
-            results = {name: x.library.result(views[name].owner) for name in sizes if name in views}
-        if problem.op == "forward":
-            return Forward(results["y"], results.get("rstd"))
-        return Backward(results.get("dx"), results.get("dweight"))
-
-    def _require(
-        self, name: str, seen: interop.View, shape: tuple[int, ...], x: interop.View
-    ) -> None:
-        """Raises InvalidInput unless an argument of a call is what the kernel was built for."""
-        size = math.prod(seen.shape)
-        contiguous = interop.collapse((*seen.shape, 1), (*seen.strides, 1)) == (size, 1, 1)
-        facts = {
-            "backend": (seen.device.kind, self.binary.backend.name),
-            "library": (seen.library.name, x.library.name),
-            "dtype": (seen.dtype, self._dtype(name)),
-            "shape": (seen.shape, shape),
-            "rows of x": (math.prod(x.shape[:-1]), self.problem.rows),
-            "contiguous": (contiguous, True),
-            "address modulo 16": (seen.address % 16, 0),
-        }
-        for fact, (found, wanted) in facts.items():
-            if found != wanted:
-                raise InvalidInput(f"{name}: {fact} is {found}, and {self!r} wants {wanted}")
-
-    def _dtype(self, name: str) -> str:
-        if name in check.MATRICES:
-            return self.problem.dtype
-        if name in ("weight", "dweight"):
-            return self.problem.weight_dtype or self.problem.dtype
-        return "float32"
+        p = self.problem
+        names = ["x"] if p.op == "forward" else ["dout", "x"]
+        names += ["weight"] * (p.weight_dtype is not None)
+        names += ["rstd"] * (p.op == "backward" and p.has_rstd)
+        if len(arrays) != len(names):
+            raise InvalidInput(f"{self!r} takes ({', '.join(names)}), not {len(arrays)} arrays")
+        given = dict(zip(names, arrays, strict=True))
+        ready = ops.ready(p, self.config, self.binary)
+        if p.op == "forward":
+            return ops.rmsnorm_fwd(**given, eps=p.eps, store_rstd=p.store_rstd, config=ready)
+        return ops.rmsnorm_bwd(
+            **given, eps=p.eps, need_dx=p.need_dx, need_dweight=p.need_dweight, config=ready
+        )
 
     def check(self, seed: int | None = None) -> check.Verdict:
         """The correctness gate, on fresh data.
@@ -282,7 +233,7 @@ def build(
     where = _backend(backend)
     knobs = Config.parse(config) if isinstance(config, str) else config
     if knobs is None:
-        knobs = space.default_config(problem, where.device)
+        knobs = ladder.default_config(problem, where.device)
     rendered = render(problem, knobs, where.device)
     if text is not None:
         rendered = replace(rendered, text=text)

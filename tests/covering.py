@@ -17,7 +17,7 @@ def pairs(config: Config) -> set[tuple[tuple[str, object], tuple[str, object]]]:
 
 
 def covering_array(configs: Sequence[Config], seed: int = 0) -> list[Config]:
-    """A subset of ``configs`` with every pair of knob values that occurs in any of them (greedy)."""
+    """A subset of ``configs`` with every pair of knob values that occurs in them (greedy)."""
     open_pairs = set().union(*(pairs(config) for config in configs)) if configs else set()
     rest = list(configs)
     random.Random(seed).shuffle(rest)

@@ -97,7 +97,7 @@ class NumpyKernel:
 def judge(kernel: Callable[[Tensors], None], problem: Problem, backend: Backend) -> Verdict:
     """Both engines' verdict, which must be the same."""
     verdicts = [
-        check._judge(problem, kernel, engine(backend), CHAINS, 0, SEED)
+        check._judge(problem, kernel, engine(backend), CHAINS, {}, SEED)
         for engine in (HostEngine, DeviceEngine)
     ]
     assert verdicts[0].passed == verdicts[1].passed

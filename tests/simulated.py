@@ -13,6 +13,10 @@ from rmsnorm_raw.source import Source
 
 Defines = tuple[tuple[str, str], ...]
 PORTABLE: Defines = (("RR_PORTABLE_SWITCH", "1"),)
+GFX942: Defines = (("RR_GFX", "942"),)
+
+AMD_BUFFER = "auto buffer = __builtin_amdgcn_make_buffer_rsrc((void*)in, 0, {bytes}, 0x00020000);"
+AMD_COPY = "__builtin_amdgcn_raw_ptr_buffer_load_lds"
 
 
 def compiler_name(command: tuple[str, ...]) -> str:
@@ -51,3 +55,18 @@ def run(
     scalars = [np.uint64(a.ctypes.data) if isinstance(a, np.ndarray) else a for a in args]
     function = backend.compile(source).functions[entry]
     backend.launch(function, grid, block, scalars, lds_bytes, 0)
+
+
+def words(*shape: int) -> np.ndarray:
+    """Zeros of 4 bytes that begin at a multiple of 16."""
+    count = int(np.prod(shape))
+    memory = np.zeros(count + 3, np.uint32)
+    skip = -memory.ctypes.data % 16 // 4
+    return memory[skip : skip + count].reshape(shape)
+
+
+def coded(*shape: int) -> np.ndarray:
+    """The words 1000, 1001, ..."""
+    given = words(*shape)
+    given[:] = 1000 + np.arange(given.size).reshape(shape)
+    return given

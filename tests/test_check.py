@@ -263,10 +263,10 @@ def test_sums_are_taken_once_for_one_data_set_and_inputs_written_each_time(
     problem = backward(cols=256)
     kernel = NumpyKernel(problem, cpu64)
     for _ in range(3):
-        assert check._judge(problem, kernel, HostEngine(cpu64), CHAINS, 0, SEED).passed
+        assert check._judge(problem, kernel, HostEngine(cpu64), CHAINS, {}, SEED).passed
     assert counts == {"row_sums": 2, "write": 3 * 2 * 3}  # the gate's data and the exact case's
     for seed in range(5):
-        check._judge(problem, kernel, HostEngine(cpu64), CHAINS, 0, seed)
+        check._judge(problem, kernel, HostEngine(cpu64), CHAINS, {}, seed)
     assert len(check._references) == check.REFERENCES_KEPT
 
 

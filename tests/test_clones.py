@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from virtual_gpu import VirtualGpu
 
-from rmsnorm_raw import check, clones, launch, measure, module, source, space
+from rmsnorm_raw import check, clones, ladder, launch, measure, module, source
 from rmsnorm_raw.backends import Backend, Code
 from rmsnorm_raw.clones import ALIGN_BYTES, BUDGET_BYTES, clone_plans
 from rmsnorm_raw.device import KNOWN
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 def make(problem: Problem, gpu: VirtualGpu, **kwargs: int) -> clones.Clones:
     binary = Binary(Source("", "", (), ()), gpu, Code({}, {}, "", ""))
-    return clone_plans(problem, space.default_config(problem, gpu.device), binary, **kwargs)
+    return clone_plans(problem, ladder.default_config(problem, gpu.device), binary, **kwargs)
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_tensors_are_aligned_apart_and_inside_the_arena(
     monkeypatch.setattr(gpu, "copy", lambda *args: copies.append(args[:3]))
     found = make(problem, gpu, limit=3)
     plans = plans[1:]  # the first asks whether there is something to launch
-    config = space.default_config(problem, gpu.device)
+    config = ladder.default_config(problem, gpu.device)
     sizes = launch.tensor_bytes(problem, config, gpu.device)
     assert written == plans[:1]
     spans = []
@@ -140,7 +140,7 @@ def test_steady_is_refused_where_the_clones_fit_the_cache(monkeypatch: pytest.Mo
     problem = Problem.forward(256, 4096, "bfloat16")
     gpu = VirtualGpu(KNOWN["gfx950"])
     monkeypatch.setattr(measure, "perf_counter", gpu.perf_counter)
-    config = space.default_config(problem, gpu.device)
+    config = ladder.default_config(problem, gpu.device)
     binary = Binary(Source("", "", (), ()), gpu, Code({"rmsnorm_forward": "f"}, {}, "", ""))
     verdict = check.Verdict(passed=True, worst={}, seed=0, message="")
     with pytest.raises(Unmeasurable, match=r"64 clones of 4,2\d\d,\d\d\d B do not exceed 3"):
@@ -153,7 +153,7 @@ def test_every_clone_computes_the_same_from_its_own_tensors(
     cpu64: Backend, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = getattr(Problem, op)(3, 256, "float16")
-    config = space.default_config(problem, cpu64.device)
+    config = ladder.default_config(problem, cpu64.device)
     binary = module.build(source.render(problem, config, cpu64.device), cpu64)
     arenas: list[tuple[int, int]] = []
     allocate = cpu64.allocate

@@ -5,13 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from simulated import compiler_name, run, small
+from simulated import AMD_BUFFER, AMD_COPY, compiler_name, each_compiler, run, small
 
 from rmsnorm_raw.backends import Resources, cpu, get_backend
 from rmsnorm_raw.backends.cpu import CpuBackend
 from rmsnorm_raw.backends.host_compiler import compilers
 from rmsnorm_raw.device import SIMULATED
-from rmsnorm_raw.errors import BackendUnavailable, CompileError, InvalidInput, LaunchError
+from rmsnorm_raw.errors import (
+    BackendUnavailable,
+    CompileError,
+    InvalidInput,
+    LaunchError,
+    SimulatorError,
+)
 from rmsnorm_raw.source import Source
 
 
@@ -52,6 +58,25 @@ def test_orders() -> None:
     assert (waves[:, 0] != np.arange(4)).any()
     with pytest.raises(InvalidInput, match="'sideways' is not one of forward, reverse, shuffle"):
         CpuBackend(64, order="sideways")  # type: ignore[arg-type]
+
+
+def test_a_source_with_copies_is_to_be_right_in_both_landings(backend: CpuBackend) -> None:
+    assert cpu.landings(backend, small("out[0] = 1;")) == (backend,)
+    buffer = AMD_BUFFER.format(bytes=256)
+    copy = f"{AMD_COPY}(buffer, rr_sim_lds(), 4, 4 * threadIdx.x, 0, 0, 0);"
+    read = "out[threadIdx.x] = ((float*)rr_sim_lds())[threadIdx.x];"
+    source = small(f"{buffer}\n{copy}\n{read}\nrr_sim_wait_vmcnt(0);", "float* in, float* out")
+    given, out = np.ones(64, np.float32), np.zeros((2, 64), np.float32)
+    for landing, result in zip(cpu.landings(backend, source), out, strict=True):
+        run(landing, source, given, result, lds_bytes=256)
+    assert (out[0] == 1).all()
+    assert np.isnan(out[1]).all()
+    address, _owner = backend.allocate(4)
+    for landing in cpu.landings(backend, source):  # which watch the guards of one memory
+        with pytest.raises(SimulatorError, match="store outside a buffer: at byte 4 of 4"):
+            run(landing, small("out[1] = 1;"), np.uint64(address))
+    with pytest.raises(InvalidInput, match="landing 'soon' is not one of issue, wait"):
+        CpuBackend(64, landing="soon")  # type: ignore[arg-type]
 
 
 def test_threads_launch_one_at_a_time(backend: CpuBackend) -> None:
@@ -189,11 +214,14 @@ def test_a_source_for_the_other_wave_is_refused(backend: CpuBackend) -> None:
         backend.compile(small("", defines=(("RR_WAVE", "32"),)))
 
 
-def test_a_build_is_quick_and_clean(wave64: CpuBackend) -> None:
-    source = small(f"out[threadIdx.x] = {time.time_ns() % 1000}.0f; __syncthreads();")
-    wave64.compile(small("out[0] = 0;"))  # asks the compiler for its version
+@each_compiler
+@pytest.mark.parametrize("wave", [64, 32])
+def test_a_build_is_quick_and_clean(wave: int, command: tuple[str, ...]) -> None:
+    source = small(f"out[threadIdx.x] = {time.time_ns() % 10**9}.0f; __syncthreads();")
+    backend = CpuBackend(wave, compiler=command)
+    backend.compile(small("out[0] = 0;"))  # asks the compiler for its version
     start = time.perf_counter()
-    code = wave64.compile(source)
+    code = backend.compile(source)
     assert time.perf_counter() - start < 2
     assert code.log == ""
     assert code.resources == {"k": Resources(None, None, None)}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.launch import (
     MAX_THREADS,
     Launch,
@@ -22,7 +23,6 @@ from rmsnorm_raw.launch import (
     workspace_bytes,
 )
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.space import default_config
 
 GFX950 = KNOWN["gfx950"]
 BINARY: Any = SimpleNamespace(backend=SimpleNamespace(device=GFX950))
@@ -48,6 +48,16 @@ def test_forward_launches_cover_every_row_once_under_the_limit(rows: int, cols: 
         assert rstd - (4 << 44) == next_row * 4
         next_row += launch_rows
     assert next_row == rows
+
+
+@pytest.mark.parametrize("slug", ["b256-t64-v16-pp-p2", "b256-t64-v16-lds3-p1"])
+def test_a_persistent_forward_is_one_launch(slug: str) -> None:
+    config = Config.parse(slug)
+    (few,) = plan(Problem.forward(100, 1024, "float16"), config)
+    assert few.grid == 25  # row groups of 4
+    (many,) = plan(Problem.forward(1 << 36, 1024, "float16"), config)
+    assert many.grid == 256 * config.programs
+    assert int(many.args[6]) == 1 << 36
 
 
 def test_two_pass_backward_offsets_its_row_results() -> None:

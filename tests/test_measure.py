@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from virtual_gpu import VirtualGpu, runs
 
-from rmsnorm_raw import measure, module, source, space
+from rmsnorm_raw import ladder, measure, module, source
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import Verdict, verify
 from rmsnorm_raw.errors import InvalidInput, WrongResult
@@ -299,7 +299,7 @@ def test_the_simulator_is_timed_by_the_host_and_flagged(cpu64: Backend) -> None:
     ids=str,
 )
 def test_a_kernel_is_timed_after_the_gate(cpu64: Backend, problem: Problem) -> None:
-    config = space.default_config(problem, cpu64.device)
+    config = ladder.default_config(problem, cpu64.device)
     binary = module.build(source.render(problem, config, cpu64.device), cpu64)
     verdict = verify(problem, config, binary)
     samples = measure.measure(problem, config, binary, verdict)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import re
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +16,9 @@ import pytest
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.kernels import prelude
+from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import DTYPE_BYTES, Problem
 from rmsnorm_raw.source import Source, render, target_defines
-from rmsnorm_raw.space import default_config
 
 SM_90 = KNOWN["sm_90"]
 
@@ -64,7 +65,14 @@ CASES = [
 ] + [
     (Problem.forward(32768, 8192, "bf16"), "b256-t256-v8-2p-lk-ss"),
     (Problem.forward(32768, 8192, "bf16"), "b512-t256-v16-reg-ls-ss-m2"),
-    (Problem.backward(32768, 8192, "bf16"), "b512-t256-v16-reg-lk-ss-p2"),
+    (Problem.backward(32768, 8192, "bf16"), "b512-t512-v16-reg-lk-ss-p2"),
+    (Problem.forward(32768, 8192, "bf16"), "b256-t256-v16-pp-lk-p2"),
+    (Problem.forward(32768, 8192, "bf16"), "b256-t256-v16-lds4b-lk-ss-p2"),
+    (Problem.forward(32768, 3000, "fp32"), "b256-t256-v8-lds3r-p2"),
+    (Problem.backward(32768, 8192, "bf16"), "b512-t512-v16-pp-p2"),
+    (Problem.backward(32768, 8192, "bf16"), "b512-t512-v16-lds3-ss-p1"),
+    (Problem.backward(8192, 16384, "bf16"), "b512-t512-v16-lds3br-lk-ss-p1"),
+    (Problem.backward(1, 4096, "bf16"), "b512-t512-v16-reg-p1-fl"),
     (Problem.backward(32768, 8192, "bf16", has_rstd=False), "b256-t256-v16-reg-p2"),
     (Problem.backward(32768, 8192, "bf16", need_dx=False), "b256-t256-v16-reg-p2"),
     (Problem.backward(32768, 8192, "bf16", need_dweight=False), "b256-t256-v16-2p-p2"),
@@ -79,8 +87,11 @@ def test_every_kernel_builds_without_a_warning(problem: Problem, slug: str | Non
     assert log.strip("\0\n ") == ""
     for name in source.entry_points:
         assert f".entry {name}(" in ptx
-    if config.vec == 16 and config.load_policy == "default":
-        assert "ld.global.nc.v4" in ptx and "st.global.v4" in ptx
+    if config.vec == 16 and config.path in ("registers", "pingpong", "two_pass"):
+        assert re.search(r"ld\.global\.(nc\.|L2::cache_hint\.)v4", ptx)
+        assert re.search(r"st\.global\.(L2::cache_hint\.)?v4", ptx)
+    assert ("cp.async.bulk" in ptx) == config.bulk
+    assert ("cp.async.c" in ptx) == (config.path == "lds" and not config.bulk)
     policies = {"keep": "evict_last", "stream": "evict_first"}
     for policy, priority in policies.items():
         used = policy in (config.load_policy, config.store_policy)

@@ -12,9 +12,9 @@ from rmsnorm_raw.backends import offline
 from rmsnorm_raw.backends.offline import compile_offline, fetch_wheel, find_libraries
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
+from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import Source, render
-from rmsnorm_raw.space import default_config
 
 EMPTY = Source("empty.hip", 'extern "C" __global__ void empty() {}\n', (), ("empty",))
 

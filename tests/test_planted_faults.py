@@ -14,11 +14,11 @@ from rmsnorm_raw.check import Verdict, verify, write_inputs
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import SimulatorError, WrongResult
 from rmsnorm_raw.gate import DeviceEngine, HostEngine
+from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.module import Binary, build
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
-from rmsnorm_raw.space import default_config
 
 SEED = 7
 
@@ -78,15 +78,15 @@ ONE_BY_ONE = Problem.forward(6, 201, "bf16", alignment=2)
             id="dx without its row term",
         ),
         pytest.param(
-            FORWARD, "b64-t64-v16-reg", "|| at < vectors", "|| at >= vectors",
+            FORWARD, "b64-t64-v16-reg", "+ lane < vectors", "+ lane >= vectors",
             r"y\[0, 0\] is nan", id="swapped tail mask",
         ),
         pytest.param(
-            ONE_BY_ONE, "b256-t256-v2-reg", "|| at < vectors", "|| at <= vectors",
+            ONE_BY_ONE, "b256-t256-v2-reg", "+ lane < vectors", "+ lane <= vectors",
             "y: byte 0 after the last row", id="one element past the row",
         ),
         pytest.param(
-            FORWARD, "b256-t64-v16-reg", "BLOCK_ROWS == 1 || row < rows", "true",
+            FORWARD, "b256-t64-v16-reg", "if (row < rows && in_row", "if (in_row",
             "after the last row", id="rows past the last",
         ),
         pytest.param(

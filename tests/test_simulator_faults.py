@@ -170,6 +170,11 @@ DIVERGENCE = {
         "divergent wave operation: {lanes} of {wave} lanes of wave 0 arrived, "
         "lane 7 is at the barrier of line {other}",
     ),
+    "a barrier and a wave operation on one line": (
+        "if (threadIdx.x == 7) __syncthreads(); else {shuffle}; // MARK OTHER",
+        "divergent wave operation: {lanes} of {wave} lanes of wave 0 arrived, "
+        "lane 7 is at the barrier of line {other}",
+    ),
     "a wave at a barrier that others left for the next one": (
         "for (unsigned i = 0; i < 1 + threadIdx.x / {wave}; ++i)\n __syncthreads(); // MARK",
         "divergent barrier: {others} of {waves} waves arrived, wave 0 has returned",
@@ -282,12 +287,13 @@ def test_dpp_controls_that_there_are_not(control: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("index", "lds_bytes", "at"), [(512, 512, 512), (1025, 1000, 1025), (-1, 64, -1), (0, 0, 0)]
+    ("index", "lds_bytes"), [(512, 512), (1025, 1000), (-1, 64), (-4096, 64), (0, 0)]
 )
-def test_stores_outside_lds(index: int, lds_bytes: int, at: int) -> None:
+def test_stores_outside_lds(index: int, lds_bytes: int) -> None:
     backend = CpuBackend(64)
     source = small(f"if (blockIdx.x == 1) rr_sim_lds()[{index}] = 1;")
-    said = f"small.hip: store past the end of LDS: at byte {at} of {lds_bytes} (kernel k, block 1)"
+    where = "before the start" if index < 0 else "past the end"
+    said = f"small.hip: store {where} of LDS: at byte {index} of {lds_bytes} (kernel k, block 1)"
     with pytest.raises(SimulatorError, match=f"^{re.escape(said)}$"):
         run(backend, source, np.zeros(1, np.float32), grid=2, lds_bytes=lds_bytes)
     assert good_kernel_runs(backend)

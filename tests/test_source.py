@@ -12,13 +12,14 @@ import pytest
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.errors import InvalidConfig
-from rmsnorm_raw.kernels import backward, forward, prelude
+from rmsnorm_raw.kernels import backward, forward, prelude, ring, rows
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 
 GOLDEN = Path(__file__).parent / "golden"
 GFX950, SM_90 = KNOWN["gfx950"], KNOWN["sm_90"]
-TEXTS = {"prelude": prelude.TEXT, "forward": forward.TEXT, "backward": backward.TEXT}
+MODULES = {"prelude": prelude, "rows": rows, "ring": ring, "forward": forward, "backward": backward}
+TEXTS = {name: module.TEXT for name, module in MODULES.items()}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -62,7 +63,7 @@ def test_entry_points_are_in_the_text() -> None:
 
 
 def _fits(problem: Problem) -> Config:
-    from rmsnorm_raw.space import default_config
+    from rmsnorm_raw.ladder import default_config
 
     return default_config(problem, GFX950)
 
@@ -91,5 +92,5 @@ def test_vendor_bounds_come_from_their_own_knob() -> None:
 
 
 def test_a_config_that_does_not_fit_is_not_rendered() -> None:
-    with pytest.raises(InvalidConfig, match="not built"):
+    with pytest.raises(InvalidConfig, match="persistent"):
         render(Problem.forward(4, 64, "fp16"), Config.parse("b64-lds3"), GFX950)

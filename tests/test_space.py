@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN, SIMULATED, DeviceSpec
 from rmsnorm_raw.errors import InvalidConfig
+from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import DTYPE_BYTES, Problem
 from rmsnorm_raw.source import render
 from rmsnorm_raw.space import (
+    PROGRAMS,
+    STAGES,
     chunks,
-    default_config,
     dweight_chain,
     elements,
     enumerate_configs,
     lds_bytes,
-    partial_rows,
+    grid_programs,
     reject_reason,
     require_fit,
     row_chain,
@@ -61,7 +63,7 @@ def test_no_two_kept_configs_are_the_same_kernel(problem: Problem, device: Devic
     # the grid of a persistent kernel is not in its text, so the launch counts too
     seen: dict[tuple[str, int], Config] = {}
     for config in enumerate_configs(problem, device).kept:
-        what = (render(problem, config, device).digest, partial_rows(problem, config, device))
+        what = (render(problem, config, device).digest, grid_programs(problem, config, device))
         twin = seen.setdefault(what, config)
         assert twin is config, f"{twin} and {config} are one kernel"
 
@@ -102,8 +104,17 @@ REFUSED = [
     (WIDE, GFX950, "b256-v4", "vec is 16 or 8 bytes here"),
     (Problem.forward(8, 769, "fp16"), GFX950, "b256-v16", "vec is 2 bytes here.*1538 bytes"),
     (Problem.forward(8, 768, "fp16", alignment=4), GFX950, "b256-v16", "aligned to 4"),
-    (WIDE, GFX950, "b256-pp", "pingpong is not built"),
-    (WIDE, GFX950, "b256-lds3", "lds is not built"),
+    (WIDE, GFX950, "b256-pp", "the grid is persistent: programs is one of"),
+    (WIDE, GFX950, "b256-lds9-p1", "2 to 8 stages, not 9"),
+    (WIDE, GFX950, "b256-lds3b-p1", "bulk row copies are sm_90's; gfx950 copies by lanes"),
+    (WIDE, SM_90, "b256-v8-lds3b-p1", "whole 16-byte vectors"),
+    (WIDE, GFX950, "b256-t32-lds3-p1", "threads_per_row is whole waves of 64"),
+    (WIDE, SM_90, "b256-lds3-lk-p1", "cp.async by lanes takes no policy"),
+    (Problem.forward(8, 769, "fp16"), SM_90, "b256-v2-lds3-p1", "at least 4 bytes a lane"),
+    (WIDE, SM_90, "b256-fl", "forward has no dW"),
+    (WIDE_BACKWARD, SM_90, "b256-2p-p1-fl", "two_pass its own"),
+    (WIDE_BACKWARD, GFX950, "b256-lds6-p1", "196736 bytes of LDS a block, and gfx950 has 163840"),
+    (WIDE_BACKWARD, SM_90, "b256-lds4-p2", "131200 bytes of LDS a block x 2 programs"),
     (WIDE, GFX950, "b256-lk", "AMD has no keep"),
     (WIDE, GFX950, "b256-sk", "AMD has no keep"),
     (WIDE, GFX950, "b256-m2", "min_blocks is CUDA's"),
@@ -114,9 +125,8 @@ REFUSED = [
     (WIDE, SM_90, "b1024-m4", "cannot share a multiprocessor"),
     (WIDE, SM_90, "b64-t64-v16-m2", "inert"),
     (WIDE, SM_90, "b256-p2", "leave programs out"),
-    (WIDE_BACKWARD, SM_90, "b256", "persistent grid"),
+    (WIDE_BACKWARD, SM_90, "b256", "the grid is persistent"),
     (WIDE_BACKWARD, SM_90, "b1024-p4", "cannot share a compute unit"),
-    (WIDE_BACKWARD, SM_90, "b256-p2-fl", "last_block is not built"),
     (WIDE_BACKWARD, SM_90, "b64-t8-v16-p1", "registers a lane"),
     (Problem.forward(8, 262144, "fp16"), SM_90, "b1024", "registers a lane"),
 ]
@@ -147,12 +157,19 @@ def test_rows_of_375_vectors_get_192_lanes() -> None:
 
 
 @pytest.mark.parametrize("device", [GFX950, SM_90], ids=lambda d: d.arch)
-def test_every_knob_of_these_two_paths_is_in_the_space(device: DeviceSpec) -> None:
-    configs = enumerate_configs(WIDE_BACKWARD, device).kept
+def test_every_knob_is_in_the_space(device: DeviceSpec) -> None:
+    few_rows = Problem.backward(8, 2048, "bfloat16")
+    configs = [
+        config
+        for problem in (WIDE_BACKWARD, Problem.backward(32768, 2048, "bfloat16"), few_rows)
+        for config in enumerate_configs(problem, device).kept
+    ]
     varied = {k for c in configs for pair in pairs(c) for k in pair}
-    wanted = {("load_policy", "stream"), ("store_policy", "stream"), ("path", "two_pass")}
-    wanted |= {("vec", 8), ("programs", 1), ("programs", 2)}
-    wanted |= {("waves_per_eu", 2)} if device is GFX950 else {("min_blocks", 2)}
+    wanted = {("load_policy", "stream"), ("store_policy", "stream"), ("vec", 8), ("reread", True)}
+    wanted |= {("path", path) for path in ("registers", "pingpong", "lds", "two_pass")}
+    wanted |= {("stages", n) for n in STAGES} | {("programs", n) for n in PROGRAMS}
+    wanted |= {("finish", "last_block")}
+    wanted |= {("waves_per_eu", 2)} if device is GFX950 else {("min_blocks", 2), ("bulk", True)}
     wanted |= set() if device is GFX950 else {("load_policy", "keep"), ("store_policy", "keep")}
     assert wanted <= varied
 

@@ -215,6 +215,8 @@ def test_a_kernel_that_does_not_compile_fails_its_cell_alone(
     outcome = sweep(cpu64, tmp_path, problems=FEW, rows_cap=5)
     assert [row["verdict"] for row in outcome.rows] == ["PASS", "CompileError", "PASS"]
     assert "nothing_of_this_name" in rows_of(outcome.csv_path)[1]["note"]
+    (line,) = (line for line in study.summary(outcome) if line.startswith("CompileError: bwd "))
+    assert "\n" not in line
 
 
 # ---- speeds ------------------------------------------------------------------------------------

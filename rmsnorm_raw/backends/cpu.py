@@ -1,11 +1,13 @@
 """The ``cpu`` backend: kernels compiled by a C++ compiler and run by the strict simulator.
 
-The simulated machine is in ``simulator.h``. This module builds translation units for it, caches the
-objects, and turns the faults that it finds into :class:`SimulatorError`. Its times mean nothing.
+The simulated machine is in ``simulator.h``, what the kernels use of it in ``simulator_leaves.h``.
+This module has kernels built for it, launches them, and turns the faults that it finds into
+:class:`SimulatorError`. Its times mean nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import threading
@@ -13,24 +15,18 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from rmsnorm_raw.backends import Backend, Code, Resources
-from rmsnorm_raw.backends.host_compiler import build, compilers
+from rmsnorm_raw.backends.host_compiler import build, compilers, translation_unit
 from rmsnorm_raw.device import SIMULATED
-from rmsnorm_raw.errors import (
-    BackendUnavailable,
-    CompileError,
-    InvalidInput,
-    LaunchError,
-    SimulatorError,
-)
+from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, LaunchError, SimulatorError
 from rmsnorm_raw.source import Source
 
 Order = Literal["forward", "reverse", "shuffle"]
+Landing = Literal["issue", "wait"]
 
 MAX_BLOCK = 1024
 #: an odd number of 64-byte lines: stacks a power of two apart would keep what every fiber uses in
@@ -41,7 +37,8 @@ STACK_BYTES = 64 * 1024 + 64
 GUARD = np.full(2048, 0x7FA5, "<u2").tobytes()
 ALIGNMENT_BYTES = 256
 
-SIMULATOR = Path(__file__).with_name("simulator.h")
+#: what a text with asynchronous copies to LDS has: AMD's, or CUDA's by lanes or in bulk
+COPY_LEAVES = ("__builtin_amdgcn_raw_ptr_buffer_load_lds", "rr_sim_copy_async", "rr_sim_copy_bulk")
 
 
 def why_unavailable(name: str) -> str | None:
@@ -78,6 +75,7 @@ class _Request(ctypes.Structure):
         ("lds_bytes", ctypes.c_uint32),
         ("grid", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
+        ("land_late", ctypes.c_uint32),
         ("fault_line", ctypes.c_uint32),
         ("fault_block", ctypes.c_uint32),
         ("fault", ctypes.c_char * 256),
@@ -139,11 +137,13 @@ class CpuBackend:
         wave: lanes of a wave, 64 or 32.
         order: in which the waves of a block, and the lanes of a wave, take their turns between
             barriers. "shuffle" draws a new order for each launch.
+        landing: when asynchronous copies to LDS land: at their "issue", or at the last moment that
+            the "wait" for them allows.
         seed: of "shuffle".
         compiler: a command line; by default the first of :func:`compilers`.
 
     Raises:
-        InvalidInput: a wave width or an order that there is not.
+        InvalidInput: a wave width, an order or a landing that there is not.
         BackendUnavailable: no compiler was given or found.
     """
 
@@ -152,6 +152,7 @@ class CpuBackend:
         wave: int = 64,
         *,
         order: Order = "forward",
+        landing: Landing = "wait",
         seed: int = 0,
         compiler: Sequence[str] | None = None,
     ) -> None:
@@ -159,12 +160,15 @@ class CpuBackend:
             raise InvalidInput(f"wave is {wave}: the simulator has waves of 64 or 32 lanes")
         if order not in get_args(Order):
             raise InvalidInput(f"order {order!r} is not one of {', '.join(get_args(Order))}")
+        if landing not in get_args(Landing):
+            raise InvalidInput(f"landing {landing!r} is not one of {', '.join(get_args(Landing))}")
         if compiler is None:
             if reason := why_unavailable("cpu"):
                 raise BackendUnavailable(reason)
             compiler = compilers()[0]
         self.name = "cpu"
         self.device = SIMULATED[wave]
+        self.landing = landing
         self._order = order
         self._random = np.random.default_rng(seed)
         self._compiler = tuple(compiler)
@@ -181,32 +185,12 @@ class CpuBackend:
             CompileError: the compiler's log names the lines of ``source.name``; or the source is
                 rendered for waves of another width.
         """
-        built = build(self._translation_unit(source), self._compiler, source.slug)
+        unit = translation_unit(source, self.device)
+        built = build(unit, self._compiler, source.slug)
         library = ctypes.CDLL(str(built.path))
         functions = {entry: _load(library, entry, source.name) for entry in source.entry_points}
         resources = {entry: Resources() for entry in functions}
         return Code(functions, resources, built.log, built.digest)
-
-    def _translation_unit(self, source: Source) -> str:
-        defines = {"RR_SIMULATOR": "1", "RR_WAVE": str(self.device.wave), **dict(source.defines)}
-        if defines["RR_WAVE"] != str(self.device.wave):
-            raise CompileError(
-                source.slug,
-                f"{source.name} is rendered for waves of {defines['RR_WAVE']} lanes",
-                f"render it for this backend's device, {self.device.name}",
-            )
-        return "\n".join(
-            (
-                *(f"#define {name} {value}" for name, value in defines.items()),
-                f'#line 1 "{SIMULATOR.name}"',
-                SIMULATOR.read_text(encoding="utf-8"),
-                f'#line 1 "{source.name}"',
-                source.text,
-                '#line 1 "entry points"',
-                *(f"RR_SIM_ENTRY({entry})" for entry in source.entry_points),
-                "",
-            )
-        )
 
     # ---- launching -----------------------------------------------------------------------------
 
@@ -240,6 +224,7 @@ class CpuBackend:
             lds_bytes=lds_bytes,
             grid=grid,
             block=block,
+            land_late=self.landing == "wait",
         )
         with machine.lock:
             function.run(ctypes.byref(request))
@@ -350,6 +335,21 @@ class CpuBackend:
     def elapsed_us(self, start: Any, end: Any) -> float:
         """Host microseconds between two records: simulated time, good for no comparison."""
         return float(end - start) / 1e3
+
+
+def landings(backend: Backend, source: Source) -> tuple[Backend, ...]:
+    """The backends on which a source has to be right, in the place of one.
+
+    For asynchronous copies in the simulator: one for each Landing. Only late copies show a missing
+    wait, only early ones a copy into LDS that is still being read. Otherwise: the backend itself.
+    """
+    if not isinstance(backend, CpuBackend) or not any(leaf in source.text for leaf in COPY_LEAVES):
+        return (backend,)
+    variants = []
+    for landing in get_args(Landing):
+        variants.append(copy.copy(backend))  # with the same allocations, whose guards it checks
+        variants[-1].landing = landing
+    return tuple(variants)
 
 
 def _require_stream(stream: int) -> None:

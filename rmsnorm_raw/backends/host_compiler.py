@@ -1,4 +1,4 @@
-"""The C++ compilers of this machine, and the cache of what they built for the simulator."""
+"""From a source to a shared object of the simulator: the C++ compilers here, and their cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.environment import cache_dir
 from rmsnorm_raw.errors import BackendUnavailable, CompileError
+from rmsnorm_raw.source import Source, target_defines
 
 #: of the cache; raise it when a key would have to give another object than it did
 SCHEMA_VERSION = 1
@@ -27,6 +29,7 @@ _FLAGS = (
     "-fno-math-errno", "-g0", "-fdiagnostics-color=never", "-nostdlib",
 )  # fmt: skip
 _LIBRARIES = ("-lm", "-lc")
+_SIMULATOR = ("simulator.h", "simulator_leaves.h")
 
 
 class HostObject(NamedTuple):
@@ -45,6 +48,29 @@ def compilers() -> tuple[tuple[str, ...], ...]:
     if importlib.util.find_spec("ziglang") is not None:
         found.append((sys.executable, "-m", "ziglang", "c++"))
     return tuple(found)
+
+
+def translation_unit(source: Source, device: DeviceSpec) -> str:
+    """The C++ text of a source: the machine first, and at the end a launcher for each entry point.
+
+    Raises:
+        CompileError: the source is rendered for waves of another width than the device's.
+    """
+    defines = dict(target_defines(device) + source.defines)
+    if defines["RR_WAVE"] != str(device.wave):
+        raise CompileError(
+            source.slug,
+            f"{source.name} is rendered for waves of {defines['RR_WAVE']} lanes",
+            f"render it for this backend's device, {device.name}",
+        )
+    lines = ["#define RR_SIMULATOR 1"]
+    lines += [f"#define {name} {value}" for name, value in defines.items()]
+    for name in _SIMULATOR:
+        text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        lines += [f'#line 1 "{name}"', text]
+    lines += [f'#line 1 "{source.name}"', source.text, '#line 1 "entry points"']
+    lines += [f"RR_SIM_ENTRY({entry})" for entry in source.entry_points]
+    return "\n".join((*lines, ""))
 
 
 def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:

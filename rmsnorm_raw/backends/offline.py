@@ -208,8 +208,8 @@ def compile_offline(
 ) -> OfflineCode:
     """Compile a source for gfx950 or gfx942 with the options that CuPy gives hiprtc.
 
-    A config takes 0.3 to 1 s (ROCm 7.0.0, one core); from 7.2 comgr's cache, which is kept in
-    :func:`rmsnorm_raw.environment.cache_dir`, makes that 0.02 s the second time.
+    A config takes about 0.3 s (one core); from ROCm 7.2 on comgr's cache, which is kept in
+    :func:`rmsnorm_raw.environment.cache_dir`, makes that 0.02 s the next time.
 
     Args:
         source: rendered for a device of that architecture.

@@ -1,5 +1,6 @@
 // A strict simulator of GPU kernels. A translation unit of backends/cpu.py is: the source's defines,
-// RR_SIMULATOR and RR_WAVE, this file, the kernels, and one RR_SIM_ENTRY for each entry point.
+// RR_SIMULATOR and those of the target, this file, simulator_leaves.h, the kernels, and one RR_SIM_ENTRY for
+// each entry point.
 //
 // The threads of a block are fibers of one OS thread. A fiber runs until it reaches a barrier or a wave
 // operation; then the next lane of its wave runs, and after the last one the scheduler looks at where
@@ -7,8 +8,8 @@
 // host chooses: a value that passes between waves without a barrier is missing in one order or another.
 //
 // Faults, each with its line: a barrier or a wave operation that part of a wave or block misses, a lane
-// number outside the wave, a misaligned vector, a store just outside LDS. LDS starts as NaN. A place is
-// known by its line, so a helper called on both sides of a branch counts as one place.
+// number outside the wave, a store just outside LDS, a wait that no wave can end. LDS starts as NaN. A place
+// is known by its line, so a helper called on both sides of a branch counts as one place.
 //
 // No C++ headers: <cmath> and <utility> alone double the time of a build (0.15 to 0.29 s, g++ 12).
 
@@ -82,8 +83,9 @@ static void make_context(Context* context, char* stack, u64 stack_bytes, void (*
 }
 #endif
 
-// Where a fiber stopped: the line of a wave operation, the line of a barrier + BARRIER, or RETURNED.
-constexpr u32 BARRIER = 1u << 30, RETURNED = 1u << 31;
+// Where a fiber stopped: the line of a wave operation, that of a wait for others' copies + WAITING, that of
+// a barrier + BARRIER, or RETURNED.
+constexpr u32 WAITING = 1u << 29, BARRIER = 1u << 30, RETURNED = 1u << 31, LINE = WAITING - 1;
 
 struct Fiber {
   Context context;
@@ -100,6 +102,7 @@ struct Launch {
   const u16* threads;  // the threads of a block in running order, wave by wave
   const char* args;    // the kernel's arguments, 8 bytes each
   u32 guard_bytes, lds_bytes, grid, block;
+  u32 land_late;  // asynchronous copies land when they are waited for, and not when they are issued
   u32 fault_line, fault_block;
   char fault[256];  // empty: no fault
 };
@@ -149,7 +152,9 @@ template <class... Values>
 }
 
 // ---- the scheduler ---------------------------------------------------------------------------------------
-static const char* noun(u32 site) { return site & BARRIER ? "barrier" : "wave operation"; }
+static const char* noun(u32 site) {
+  return site & BARRIER ? "barrier" : site & WAITING ? "wait" : "wave operation";
+}
 
 static void report_divergence(const Fiber* first, const Fiber* other, u32 step, u32 count) {
   const Fiber* waiting = first->site == RETURNED ? other : first;
@@ -160,8 +165,8 @@ static void report_divergence(const Fiber* first, const Fiber* other, u32 step, 
   char who[32], where[64] = "has returned";
   snprintf(who, sizeof who, waves ? "waves" : "lanes of wave %u", first->thread / WAVE);
   if (other->site != RETURNED)
-    snprintf(where, sizeof where, "is at the %s of line %u", noun(other->site), other->site & ~BARRIER);
-  report(waiting->site & ~BARRIER, "divergent %s: %u of %u %s arrived, %s %u %s", noun(waiting->site), arrived,
+    snprintf(where, sizeof where, "is at the %s of line %u", noun(other->site), other->site & LINE);
+  report(waiting->site & LINE, "divergent %s: %u of %u %s arrived, %s %u %s", noun(waiting->site), arrived,
          count, who, waves ? "wave" : "lane", waves ? other->thread / WAVE : other->thread % WAVE, where);
 }
 
@@ -176,31 +181,47 @@ static bool all_together(const Fiber* first, u32 step, u32 count) {
   return true;
 }
 
-// Runs a wave until its lanes are at a barrier or have returned; false after a fault.
+// Runs a wave until its lanes wait for other waves, are at a barrier or have returned; false after a fault.
 static bool run_wave(Fiber* lanes) {
   scheduler = lanes + WAVE;
   do {
     turn ^= 1;
     resume(scheduler, lanes);
     if (launch->fault[0] || !all_together(lanes, 1, WAVE)) return false;
-  } while (lanes->site < BARRIER);
+  } while (lanes->site < WAITING);
   return true;
 }
 
-static bool guards_hold() {
-  const int size = (int)launch->guard_bytes;
-  const char *before = launch->lds - size, *after = launch->lds + launch->lds_bytes;
-  int at = 0;
-  if (__builtin_memcmp(after, launch->guard, launch->guard_bytes)) {
-    while (after[at] == launch->guard[at]) ++at;
-    at += (int)launch->lds_bytes;
-  } else if (__builtin_memcmp(before, launch->guard, launch->guard_bytes)) {
-    do --at;
-    while (before[size + at] == launch->guard[size + at]);
-  } else {
-    return true;
+static u32 waits_ended;   // of those that stop at WAITING
+static bool nobody_runs;  // every wave waits, is at a barrier or has returned: a lane that waits says so
+
+// Runs waves that wait for others again, for as long as that ends the wait of any of them.
+static bool finish_waits(u32 waves) {
+  for (;;) {
+    const u32 before = waits_ended;
+    bool waiting = false;
+    for (u32 wave = 0; wave < waves; ++wave) {
+      if (!(fibers[wave * CHAIN].site & WAITING)) continue;
+      waiting = true;
+      if (!run_wave(fibers + wave * CHAIN)) return false;
+    }
+    if (!waiting) return true;
+    nobody_runs = waits_ended == before;
   }
-  report(0, "store past the end of LDS: at byte %d of %u", at, launch->lds_bytes);
+}
+
+// simulator_leaves.h
+static bool no_copy_in_flight();
+static void forget_copies();
+
+// Whether nobody stored into the guard that begins at this byte of LDS.
+static bool guard_holds(int first) {
+  const char* at = launch->lds + first;
+  if (__builtin_memcmp(at, launch->guard, launch->guard_bytes) == 0) return true;
+  int broken = 0;
+  while (at[broken] == launch->guard[broken]) ++broken;
+  report(0, "store %s of LDS: at byte %d of %u", first < 0 ? "before the start" : "past the end",
+         first + broken, launch->lds_bytes);
   return false;
 }
 
@@ -210,14 +231,16 @@ static bool run_block() {
   do {
     for (u32 wave = 0; wave < waves; ++wave)
       if (!run_wave(fibers + wave * CHAIN)) return false;
-    if (!all_together(fibers, CHAIN, waves)) return false;
+    if (!finish_waits(waves) || !all_together(fibers, CHAIN, waves)) return false;
   } while (fibers->site != RETURNED);
-  return guards_hold();
+  return no_copy_in_flight() && guard_holds((int)launch->lds_bytes) && guard_holds(-(int)launch->guard_bytes);
 }
 
 static void run_grid(Launch* request, void (*body)(const char*)) {
   launch = request;
   kernel_body = body;
+  nobody_runs = false;
+  forget_copies();
   gridDim.x = launch->grid;
   blockDim.x = launch->block;
   for (u32 i = 0; i < launch->block; ++i) {
@@ -260,141 +283,4 @@ template <class... Args, void (*kernel)(Args...)> struct Entry<void(Args...), ke
   RR_SIM_EXPORT void rr_sim_run_##kernel(rr_sim::Launch* request) {                                 \
     rr_sim::run_grid(request, RrSimEntry_##kernel::body);                                           \
   }
-
-// ---- barriers and wave operations ----------------------------------------------------------------------------
-#define __syncthreads() rr_sim::stop_at(rr_sim::BARRIER | __LINE__)
-
-// Posts a lane's value, waits for the others, and returns what lanes 0, 1, ... of the wave posted.
-static inline const u64* exchange(u64 value, u32 line) {
-  u64* values = posted[turn];
-  values[threadIdx.x] = value;
-  stop_at(line);
-  return values + threadIdx.x / WAVE * WAVE;
-}
-
-#if RR_WAVE == 64
-// The lane that a DPP control reads (AMD CDNA3 ISA guide, "DPP controls"); -1 where there is none; -2 for
-// controls that the simulator does not have.
-constexpr int dpp_source(int control, int lane) {
-  const int row = lane & ~15, at = lane & 15, by = control & 15;
-  if (control >= 0 && control <= 0xff) return (lane & ~3) + (control >> 2 * (lane & 3) & 3);  // quad_perm
-  if (control > 0x100 && control <= 0x10f) return at + by <= 15 ? lane + by : -1;             // row_shl
-  if (control > 0x110 && control <= 0x11f) return at >= by ? lane - by : -1;                  // row_shr
-  if (control > 0x120 && control <= 0x12f) return row + ((at - by) & 15);                     // row_ror
-  if (control == 0x140) return row + 15 - at;                                                 // row_mirror
-  if (control == 0x141) return row + (at & 8) + 7 - (at & 7);                                 // row_half_mirror
-  if (control == 0x142) return row ? row - 1 : -1;                                            // row_bcast:15
-  if (control == 0x143) return lane >= 32 ? 31 : -1;                                          // row_bcast:31
-  return -2;
-}
-
-template <int CONTROL, int ROWS, int BANKS, bool BOUND>
-static inline int update_dpp(int old, int value, u32 line) {
-  static_assert(dpp_source(CONTROL, 0) != -2, "DPP control not known to the simulator, or not on gfx950");
-  const u64* wave = exchange((u32)value, line);
-  const int lane = (int)(threadIdx.x % WAVE), source = dpp_source(CONTROL, lane);
-  if (!((ROWS >> lane / 16) & (BANKS >> lane / 4 % 4) & 1)) return old;
-  return source < 0 ? (BOUND ? 0 : old) : (int)wave[source];
-}
-
-struct Pair {
-  u32 first, second;
-  u32 operator[](int i) const { return i == 0 ? first : second; }
-};
-
-// v_permlane16_swap (ROW = 16) and v_permlane32_swap (ROW = 32): the odd rows of `first` change places
-// with the even rows of `second`.
-template <u32 ROW> static inline Pair permlane_swap(u32 first, u32 second, u32 line) {
-  const u64* wave = exchange(first | (u64)second << 32, line);
-  const u32 lane = threadIdx.x % WAVE;
-  if (lane & ROW) return {(u32)(wave[lane - ROW] >> 32), second};
-  return {first, (u32)wave[lane + ROW]};
-}
-
-static inline int read_lane(int value, u32 source, u32 line) {
-  const u64* wave = exchange((u32)value | (u64)source << 32, line);
-  const u32 of_lane_0 = (u32)(wave[0] >> 32);
-  if (source >= WAVE) fail(line, "readlane of lane %u in a wave of %u", source, WAVE);
-  if (source != of_lane_0) fail(line, "readlane of lane %u here and of lane %u there", of_lane_0, source);
-  return (int)wave[source];
-}
-
-#define __builtin_amdgcn_update_dpp(old, value, control, rows, banks, bound) \
-  rr_sim::update_dpp<control, rows, banks, bound>(old, value, __LINE__)
-// the last two parameters speak of lanes that are switched off: none is
-#define __builtin_amdgcn_permlane16_swap(a, b, fi, bc) rr_sim::permlane_swap<16>(a, b, __LINE__)
-#define __builtin_amdgcn_permlane32_swap(a, b, fi, bc) rr_sim::permlane_swap<32>(a, b, __LINE__)
-#define __builtin_amdgcn_readlane(value, lane) rr_sim::read_lane(value, lane, __LINE__)
-#define __builtin_amdgcn_readfirstlane(value) rr_sim::read_lane(value, 0, __LINE__)
-#else
-template <class T> static inline T shuffle_xor(u32 mask, T value, u32 distance, u32 line) {
-  static_assert(sizeof(T) == 4, "shuffles move 4 bytes");
-  const u32 source = (threadIdx.x % WAVE) ^ distance;
-  if (mask != 0xffffffffu) fail(line, "shuffle with mask %#x: all 32 lanes take part", mask);
-  if (source >= WAVE) fail(line, "shuffle from lane %u in a wave of %u", source, WAVE);
-  u32 bits;
-  __builtin_memcpy(&bits, &value, 4);
-  bits = (u32)exchange(bits, line)[source];
-  __builtin_memcpy(&value, &bits, 4);
-  return value;
-}
-
-#define __shfl_xor_sync(mask, value, distance) rr_sim::shuffle_xor(mask, value, distance, __LINE__)
-#endif
-
-// ---- memory --------------------------------------------------------------------------------------------------
-static __forceinline__ void require_aligned(const void* address, u32 bytes, u32 line) {
-  const u32 past = (u32)((u64)address % bytes);
-  if (past) fail(line, "misaligned access of %u bytes: %u past a multiple of them", bytes, past);
-}
-static __forceinline__ void load(void* to, const void* from, u32 bytes, u32 line) {
-  require_aligned(from, bytes, line);
-  __builtin_memcpy(to, from, bytes);
-}
-static __forceinline__ void store(void* to, const void* from, u32 bytes, u32 line) {
-  require_aligned(to, bytes, line);
-  __builtin_memcpy(to, from, bytes);
-}
-#define rr_sim_load(to, from, bytes) rr_sim::load(to, from, bytes, __LINE__)
-#define rr_sim_store(to, from, bytes) rr_sim::store(to, from, bytes, __LINE__)
-#define rr_sim_lds() (rr_sim::launch->lds)
-
-// ---- numbers -------------------------------------------------------------------------------------------------
-static inline u32 bits_of(float value) {
-  u32 bits;
-  __builtin_memcpy(&bits, &value, 4);
-  return bits;
-}
-
-// value / 2^shift, to nearest even
-static inline u32 round_shift(u32 value, u32 shift) {
-  return (value + (1u << (shift - 1)) - 1 + ((value >> shift) & 1)) >> shift;
-}
 }  // namespace rr_sim
-
-static inline float rr_sim_rsqrt(float value) { return (float)(1.0 / sqrt((double)value)); }
-
-static inline rr_sim::u16 rr_sim_bf16_bits(float value) {
-  const rr_sim::u32 bits = rr_sim::bits_of(value);
-  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  return (rr_sim::u16)(nan ? bits >> 16 | 0x40u : rr_sim::round_shift(bits, 16));  // NaN: made quiet
-}
-
-static inline rr_sim::u16 rr_sim_f16_bits(float value) {
-  const rr_sim::u32 bits = rr_sim::bits_of(value), size = bits & 0x7fffffffu, exponent = size >> 23;
-  rr_sim::u32 half = 0;  // under 2^-25; then: NaN, made quiet; infinity from 65520; normal; subnormal
-  if (size > 0x7f800000u) half = 0x7e00u | (size >> 13 & 0x1ffu);
-  else if (size >= 0x477ff000u) half = 0x7c00u;
-  else if (exponent >= 113) half = rr_sim::round_shift(size - (112u << 23), 13);
-  else if (exponent >= 102) half = rr_sim::round_shift((size & 0x7fffffu) | 0x800000u, 126 - exponent);
-  return (rr_sim::u16)((bits >> 16 & 0x8000u) | half);
-}
-
-static inline float rr_sim_f16_value(rr_sim::u16 half) {
-  const rr_sim::u32 sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
-  if (exponent == 0) return (sign ? -0x1p-24f : 0x1p-24f) * (float)fraction;
-  const rr_sim::u32 bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
-  float value;
-  __builtin_memcpy(&value, &bits, 4);
-  return value;
-}

@@ -1,1 +1,1 @@
-"""The HIP text, as Python strings: one dialect (prelude), the kernels, the probes, the reference."""
+"""The HIP text, as Python strings: the dialect, the kernels, the probes and the reference."""

@@ -6,28 +6,29 @@ With xhat = x * rstd and g = dout * weight:
 
 Version 1, ``reg``: a persistent grid; every program keeps its weight and its share of dW in fp32
     registers, reads each of its rows once, and leaves one row of partial sums.
-Version 2, ``2p``:  rows too wide to keep. ``rmsnorm_backward_rows`` leaves rstd and mean(g * xhat) of
-    each row in the workspace; ``rmsnorm_backward_columns`` then works on column tiles, each with a
-    share of the rows, so that few wide rows still fill the device.
-Both end with ``rmsnorm_dweight``, which adds the partial rows in a fixed order and rounds once, so dW
-is the same bits in every run.
+Version 2, ``2p``:  rows too wide to keep. ``rmsnorm_backward_rows`` leaves rstd and mean(g * xhat)
+    of each row in the workspace; ``rmsnorm_backward_columns`` then works on column tiles, each with
+    a share of the rows, so that few wide rows still fill the device.
+Version 3, ``pp``:  as 1, with the next row on its way into a second register set; unrolled by two.
+Version 4, ``lds``: as 1, over a ring of rows in LDS; after the reduction a row comes from
+    registers, or (``r``) from the ring again.
+
+dW is finished by ``rmsnorm_dweight``, which adds the partial rows in a fixed order and rounds once,
+or (``-fl``) by the last block to leave, so that few rows need no second launch. Either way it is
+the same bits in every run.
 """
 
 TEXT = r"""
-constexpr int PER_CHUNK = RR_THREADS_PER_ROW * RR_ELEMENTS;
-[[maybe_unused]] constexpr bool FULL_CHUNKS = RR_COLS != 0 && RR_COLS % PER_CHUNK == 0;
-typedef Pack<RR_X, RR_ELEMENTS> XPack;
-typedef Pack<RR_W, RR_ELEMENTS> WPack;
 constexpr bool HAS_WEIGHT = RR_HAS_WEIGHT, HAS_RSTD = RR_HAS_RSTD;
 constexpr bool NEED_DX = RR_NEED_DX, NEED_DW = RR_NEED_DW;
 // mean(g * xhat) is needed for dx; a row's own rstd only where none was given
 constexpr bool SUMS_NEEDED = NEED_DX || !HAS_RSTD;
 
-RR_FN XPack load_row(const void* base, u64 element) {
+RR_FN XPack load_vector(const void* base, u64 element) {
   return load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(base, element);
 }
-RR_FN WPack load_w(const void* weight, u32 at) {
-  return load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, (u64)at * RR_ELEMENTS);
+RR_FN WPack load_weight(const void* weight, u64 element) {
+  return load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, element);
 }
 RR_FN float weighted(const XPack& dout, const WPack& w, int e) {
   return HAS_WEIGHT ? dout[e] * w[e] : dout[e];
@@ -47,23 +48,25 @@ struct RowChains {
 
 struct RowResult { float rstd, mean; };  // mean(g * xhat)
 
-RR_FN RowResult finish_row(float dot, float square, float given_rstd, u32 cols, float eps, float* scratch) {
+RR_FN RowResult finish_row(float dot, float square, float given_rstd, u32 cols, float eps,
+                           float* area) {
   const float inverse_cols = 1.0f / (float)cols;
   RowResult row = {given_rstd, 0.0f};
   if constexpr (HAS_RSTD) {
     float sum[1] = {dot};
-    row_sum(sum, scratch);
+    row_sum(sum, area);
     row.mean = sum[0] * row.rstd * inverse_cols;
   } else {
     float sum[2] = {dot, square};
-    row_sum(sum, scratch);
+    row_sum(sum, area);
     row.rstd = reciprocal_sqrt(sum[1] * inverse_cols + eps);
     row.mean = sum[0] * row.rstd * inverse_cols;
   }
   return row;
 }
 
-RR_FN void store_dx(void* dx, u64 element, const XPack& dout, const XPack& x, const WPack& w, RowResult row) {
+RR_FN void store_dx(void* dx, u64 element, const XPack& dout, const XPack& x, const WPack& w,
+                    RowResult row) {
   float out[RR_ELEMENTS];
 #pragma unroll
   for (int e = 0; e < RR_ELEMENTS; ++e)
@@ -71,100 +74,221 @@ RR_FN void store_dx(void* dx, u64 element, const XPack& dout, const XPack& x, co
   store_pack<RR_X, RR_ELEMENTS, RR_STORE_POLICY>(dx, element, out);
 }
 
-#if RR_PATH == PATH_REGISTERS
-// dout, x, dx: (rows, cols) with row strides in elements. weight: (cols). rstd: (rows) fp32.
-// partial: (gridDim.x, cols) fp32, one row a program.
-// LDS: two areas of 2 floats a wave; then, for more rows a block, the block's partial row.
+#if RR_NEED_DW
+// One column of `count` rows of partial sums: every `step`-th row from `first` on, in eight chains.
+// All eight loads are issued before the first is masked, or each would be waited for in turn.
+RR_FN float sum_partials(const float* column, u32 cols, u32 count, u32 first, u32 step) {
+  float chain[8] = {};
+  for (u32 row = first; row < count; row += 8 * step) {
+    float part[8];
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k) {
+      const u32 at = row + k * step;
+      part[k] = column[(u64)(at < count ? at : first) * cols];
+    }
+#pragma unroll
+    for (u32 k = 0; k < 8; ++k)
+      if (row + k * step < count) chain[k] += part[k];
+  }
+  return tree_sum(chain);
+}
+#endif
+
+#if RR_LAST_BLOCK
+// True in the last block that comes here, to which all the other blocks' stores are then visible.
+// Every thread fences its own stores before the barrier, so that the count says they have arrived.
+RR_FN bool last_block(u32* finished, u32* shared) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *shared = atomicAdd(finished, 1u) == gridDim.x - 1;
+    if (*shared) *finished = 0;  // for the next launch
+  }
+  __syncthreads();
+  __threadfence();
+  return *shared;
+}
+#endif
+
+#if RR_PATH != PATH_TWO_PASS
+// dout, x, dx: (rows, cols), row strides in elements. weight, dweight: (cols). rstd: (rows) fp32.
+// partial: (gridDim.x, cols) fp32, one row a program. finished: 0 before and after, for the last
+// block. LDS: two areas of 2 floats a wave, then the ring, or at the end the block's partial row.
 extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
     const void* __restrict__ dout, i64 dout_stride, const void* __restrict__ x, i64 x_stride,
-    const void* __restrict__ weight, const float* __restrict__ rstd, void* __restrict__ dx, i64 dx_stride,
-    float* __restrict__ partial, i64 rows, u32 run_time_cols, float eps) {
+    const void* __restrict__ weight, const float* __restrict__ rstd, void* __restrict__ dx,
+    i64 dx_stride, float* partial, void* __restrict__ dweight, u32* finished, i64 rows,
+    u32 run_time_cols, float eps) {
   RR_LDS(lds);
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 vectors = cols / RR_ELEMENTS;
-  const u32 lane = threadIdx.x % RR_THREADS_PER_ROW;
-  const u32 row_slot = threadIdx.x / RR_THREADS_PER_ROW;
+  const u32 lane = threadIdx.x % RR_THREADS_PER_ROW, slot = threadIdx.x / RR_THREADS_PER_ROW;
+  const i64 first = (i64)blockIdx.x * BLOCK_ROWS;  // of the block's rows, one a slot
+  const i64 step = (i64)gridDim.x * BLOCK_ROWS;
 
   WPack w[RR_CHUNKS];
-  float dweight[RR_CHUNKS][RR_ELEMENTS];
-#pragma unroll
-  for (int c = 0; c < RR_CHUNKS; ++c) {
-    const u32 at = c * RR_THREADS_PER_ROW + lane;
-    w[c] = zero_pack<RR_W, RR_ELEMENTS>();
-    if (HAS_WEIGHT && NEED_DX && (FULL_CHUNKS || at < vectors)) w[c] = load_w(weight, at);
-#pragma unroll
-    for (int e = 0; e < RR_ELEMENTS; ++e) dweight[c][e] = 0.0f;
-  }
-
-  int area = 0;
-  for (i64 first = (i64)blockIdx.x * BLOCK_ROWS; first < rows; first += (i64)gridDim.x * BLOCK_ROWS) {
-    const i64 row = first + row_slot;
-    const bool row_exists = BLOCK_ROWS == 1 || row < rows;
-    const u64 x_row = (u64)(row * x_stride), dout_row = (u64)(row * dout_stride);
-    XPack x_kept[RR_CHUNKS], dout_kept[RR_CHUNKS];
+  float sums[RR_CHUNKS][RR_ELEMENTS];  // this lane's share of dW
+  auto load_weights = [&] {
 #pragma unroll
     for (int c = 0; c < RR_CHUNKS; ++c) {
-      const u32 at = c * RR_THREADS_PER_ROW + lane;
-      const bool inside = row_exists && (FULL_CHUNKS || at < vectors);
-      x_kept[c] = inside ? load_row(x, x_row + at * RR_ELEMENTS) : zero_pack<RR_X, RR_ELEMENTS>();
-      dout_kept[c] = inside ? load_row(dout, dout_row + at * RR_ELEMENTS) : zero_pack<RR_X, RR_ELEMENTS>();
+      w[c] = zero_pack<RR_W, RR_ELEMENTS>();
+      if (HAS_WEIGHT && NEED_DX) w[c] = load_weight(weight, safe_element(c, lane, vectors));
+#pragma unroll
+      for (int e = 0; e < RR_ELEMENTS; ++e) sums[c][e] = 0.0f;
     }
-    RowResult result = {HAS_RSTD && row_exists ? rstd[row] : 0.0f, 0.0f};
+  };
+  [[maybe_unused]] auto load_row = [&](i64 row, Row& x_kept, Row& dout_kept) {
+    const i64 from = row < rows ? row : rows - 1;  // past the end: loaded and never used
+#pragma unroll
+    for (int c = 0; c < RR_CHUNKS; ++c) {
+      const u64 element = safe_element(c, lane, vectors);
+      x_kept[c] = load_vector(x, (u64)(from * x_stride) + element);
+      dout_kept[c] = load_vector(dout, (u64)(from * dout_stride) + element);
+    }
+  };
+  // Asked for a row ahead: a lone float takes as long to come as the row does.
+  auto load_rstd = [&](i64 row) {
+    return HAS_RSTD ? load_row_float(rstd, row < rows ? row : rows - 1) : 0.0f;
+  };
+  auto sum_row = [&](float given, const Row& x_kept, const Row& dout_kept, int area) {
+    RowResult result = {given, 0.0f};
     if constexpr (SUMS_NEEDED) {
       RowChains chains;
 #pragma unroll
-      for (int c = 0; c < RR_CHUNKS; ++c) chains.add(dout_kept[c], x_kept[c], w[c]);
-      float* scratch = lds + area * 2 * (RR_BLOCK / RR_WAVE);
-      area ^= 1;
-      result = finish_row(tree_sum<4>(chains.dot), tree_sum<4>(chains.square), result.rstd, cols, eps, scratch);
-    }
-    if (row_exists) {
-#pragma unroll
-      for (int c = 0; c < RR_CHUNKS; ++c) {
-        const u32 at = c * RR_THREADS_PER_ROW + lane;
-        if (NEED_DW) {
-#pragma unroll
-          for (int e = 0; e < RR_ELEMENTS; ++e)
-            dweight[c][e] = fmaf(dout_kept[c][e], x_kept[c][e] * result.rstd, dweight[c][e]);
-        }
-        if (NEED_DX && (FULL_CHUNKS || at < vectors)) {
-          const u64 element = (u64)(row * dx_stride) + at * RR_ELEMENTS;
-          store_dx(dx, element, dout_kept[c], x_kept[c], w[c], result);
-        }
-      }
-    }
-  }
-
-#if RR_NEED_DW
-  // The rows of a block take turns to add into LDS, element-major so that no two lanes share a bank.
-  float* shared = lds + 4 * (RR_BLOCK / RR_WAVE);
-#pragma unroll 1
-  for (u32 turn = 1; turn < BLOCK_ROWS; ++turn) {
-    if (row_slot == turn) {
-#pragma unroll
       for (int c = 0; c < RR_CHUNKS; ++c)
-#pragma unroll
-        for (int e = 0; e < RR_ELEMENTS; ++e) {
-          float* sum = shared + (c * RR_ELEMENTS + e) * RR_THREADS_PER_ROW + lane;
-          *sum = turn == 1 ? dweight[c][e] : *sum + dweight[c][e];
-        }
+        if (in_row(c, lane, vectors)) chains.add(dout_kept[c], x_kept[c], w[c]);
+      result = finish_row(tree_sum(chains.dot), tree_sum(chains.square), result.rstd, cols, eps,
+                          lds + area * 2 * BLOCK_WAVES);
     }
-    __syncthreads();
-  }
-  if (row_slot == 0) {
+    return result;
+  };
+  auto store_row = [&](i64 row, const Row& x_kept, const Row& dout_kept, RowResult result) {
+    if (row >= rows) return;
 #pragma unroll
     for (int c = 0; c < RR_CHUNKS; ++c) {
-      const u32 at = c * RR_THREADS_PER_ROW + lane;
+      if (NEED_DW) {
+#pragma unroll
+        for (int e = 0; e < RR_ELEMENTS; ++e)
+          sums[c][e] = fmaf(dout_kept[c][e], x_kept[c][e] * result.rstd, sums[c][e]);
+      }
+      const u64 element = (u64)(row * dx_stride) + chunk_element(c, lane);
+      if (NEED_DX && in_row(c, lane, vectors))
+        store_dx(dx, element, dout_kept[c], x_kept[c], w[c], result);
+    }
+  };
+
+#if RR_PATH == PATH_REGISTERS
+  load_weights();
+  float given = load_rstd(first + slot);
+  int area = 0;
+  for (i64 group = first; group < rows; group += step) {
+    const i64 row = group + slot;
+    Row x_kept, dout_kept;
+    load_row(row, x_kept, dout_kept);
+    const RowResult result = sum_row(given, x_kept, dout_kept, area);
+    given = load_rstd(row + step);
+    store_row(row, x_kept, dout_kept, result);
+    area ^= 1;
+  }
+
+#elif RR_PATH == PATH_PINGPONG
+  Row x_ping, dout_ping, x_pong, dout_pong;
+  load_row(first + slot, x_ping, dout_ping);
+  load_weights();
+  float given = load_rstd(first + slot);
+  for (i64 group = first; group < rows; group += 2 * step) {
+    const i64 row = group + slot;
+    load_row(row + step, x_pong, dout_pong);
+    after_loads(x_ping);
+    after_loads(dout_ping);
+    const RowResult ping = sum_row(given, x_ping, dout_ping, 0);
+    given = load_rstd(row + step);
+    store_row(row, x_ping, dout_ping, ping);
+    if (group + step >= rows) break;
+    load_row(row + 2 * step, x_ping, dout_ping);
+    after_loads(x_pong);
+    after_loads(dout_pong);
+    const RowResult pong = sum_row(given, x_pong, dout_pong, 1);
+    given = load_rstd(row + 2 * step);
+    store_row(row + step, x_pong, dout_pong, pong);
+  }
+
+#else
+  Ring ring = {};
+  ring.tensor[0] = {x, x_stride};
+  ring.tensor[1] = {dout, dout_stride};
+  ring.open(lds, rows, vectors, lane, slot);
+  ring.start(first + slot, step);
+  load_weights();
+  float given = load_rstd(first + slot);
+  int area = 0;
+  for (i64 group = first; group < rows; group += step) {
+    const i64 row = group + slot;
+    if (!RR_BULK) ring.refill(row, step);
+    ring.wait();
+    Row x_kept, dout_kept;
+    ring.read(0, x_kept);
+    ring.read(1, dout_kept);
+    const RowResult result = sum_row(given, x_kept, dout_kept, area);
+    given = load_rstd(row + step);
+    area ^= 1;
+    if (RR_BULK && (ROW_WAVES == 1 || !SUMS_NEEDED)) __syncthreads();
+    if (RR_BULK) ring.refill(row, step);
+    if (RR_REREAD) {
+      ring.read(0, x_kept);
+      ring.read(1, dout_kept);
+    }
+    store_row(row, x_kept, dout_kept, result);
+    ring.next();
+  }
+  ring.close();
+#endif
+
+#if RR_NEED_DW
+  // The rows of a block take turns to add into LDS, element-major: no two lanes share a bank.
+  float* shared = lds + 4 * BLOCK_WAVES;
+  if constexpr (BLOCK_ROWS > 1) {
+    __syncthreads();  // nobody reads the ring any more
+#pragma unroll 1
+    for (u32 turn = 1; turn < BLOCK_ROWS; ++turn) {
+      if (slot == turn) {
+#pragma unroll
+        for (int c = 0; c < RR_CHUNKS; ++c)
+#pragma unroll
+          for (int e = 0; e < RR_ELEMENTS; ++e) {
+            float* sum = shared + (c * RR_ELEMENTS + e) * RR_THREADS_PER_ROW + lane;
+            *sum = turn == 1 ? sums[c][e] : *sum + sums[c][e];
+          }
+      }
+      __syncthreads();
+    }
+  }
+  if (slot == 0) {
+#pragma unroll
+    for (int c = 0; c < RR_CHUNKS; ++c) {
       if (BLOCK_ROWS > 1) {
 #pragma unroll
         for (int e = 0; e < RR_ELEMENTS; ++e)
-          dweight[c][e] += shared[(c * RR_ELEMENTS + e) * RR_THREADS_PER_ROW + lane];
+          sums[c][e] += shared[(c * RR_ELEMENTS + e) * RR_THREADS_PER_ROW + lane];
       }
-      if (FULL_CHUNKS || at < vectors)
-        store_pack<FP32, RR_ELEMENTS, POLICY_DEFAULT>(
-            partial, (u64)blockIdx.x * cols + at * RR_ELEMENTS, dweight[c]);
+      if (in_row(c, lane, vectors)) {
+        const u64 element = chunk_element(c, lane);
+        if (RR_LAST_BLOCK && gridDim.x == 1)
+          store_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(dweight, element, sums[c]);
+        else
+          store_pack<FP32, RR_ELEMENTS, POLICY_DEFAULT>(
+              partial, (u64)blockIdx.x * cols + element, sums[c]);
+      }
     }
   }
+#if RR_LAST_BLOCK
+  if (gridDim.x > 1 && last_block(finished, (u32*)lds)) {
+    for (u32 column = threadIdx.x; column < cols; column += RR_BLOCK) {
+      const float sum[1] = {sum_partials(partial + column, cols, gridDim.x, 0, 1)};
+      store_pack<RR_W, 1, POLICY_DEFAULT>(dweight, column, sum);
+    }
+  }
+#endif
 #endif
 }
 
@@ -172,9 +296,9 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
 // Leaves {rstd, mean(g * xhat)} of each row in row_results: (rows, 2) fp32. LDS: 2 floats a wave.
 extern "C" __global__ void RR_BOUNDS rmsnorm_backward_rows(
     const void* __restrict__ dout, i64 dout_stride, const void* __restrict__ x, i64 x_stride,
-    const void* __restrict__ weight, const float* __restrict__ rstd, float* __restrict__ row_results,
-    i64 rows, u32 run_time_cols, float eps) {
-  RR_LDS(scratch);
+    const void* __restrict__ weight, const float* __restrict__ rstd,
+    float* __restrict__ row_results, i64 rows, u32 run_time_cols, float eps) {
+  RR_LDS(area);
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 vectors = cols / RR_ELEMENTS;
   const u32 lane = threadIdx.x % RR_THREADS_PER_ROW;
@@ -182,26 +306,27 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_rows(
   const bool row_exists = BLOCK_ROWS == 1 || row < rows;
   const u64 x_row = (u64)(row * x_stride), dout_row = (u64)(row * dout_stride);
   float dot = 0.0f, square = 0.0f;
-  if (SUMS_NEEDED && row_exists) {
+  if (row_exists) {
     for (u32 tile = lane; tile < vectors; tile += TILE_CHUNKS * RR_THREADS_PER_ROW) {
       RowChains chains;
 #pragma unroll
       for (int c = 0; c < TILE_CHUNKS; ++c) {
         const u32 at = tile + c * RR_THREADS_PER_ROW;
         if (at < vectors) {
-          WPack w = zero_pack<RR_W, RR_ELEMENTS>();
-          if constexpr (HAS_WEIGHT && NEED_DX) w = load_w(weight, at);
           const u64 element = (u64)at * RR_ELEMENTS;
-          const XPack dout_part = NEED_DX ? load_row(dout, dout_row + element) : zero_pack<RR_X, RR_ELEMENTS>();
-          chains.add(dout_part, load_row(x, x_row + element), w);
+          WPack w = zero_pack<RR_W, RR_ELEMENTS>();
+          XPack dout_part = zero_pack<RR_X, RR_ELEMENTS>();
+          if constexpr (HAS_WEIGHT && NEED_DX) w = load_weight(weight, element);
+          if constexpr (NEED_DX) dout_part = load_vector(dout, dout_row + element);
+          chains.add(dout_part, load_vector(x, x_row + element), w);
         }
       }
-      dot += tree_sum<4>(chains.dot);
-      square += tree_sum<4>(chains.square);
+      dot += tree_sum(chains.dot);
+      square += tree_sum(chains.square);
     }
   }
   const float given = HAS_RSTD && row_exists ? rstd[row] : 0.0f;
-  const RowResult result = finish_row(dot, square, given, cols, eps, scratch);
+  const RowResult result = finish_row(dot, square, given, cols, eps, area);
   if (lane == 0 && row_exists) {
     row_results[2 * row] = result.rstd;
     row_results[2 * row + 1] = result.mean;
@@ -212,21 +337,21 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_rows(
 // tiles * shares. partial: (shares, cols) fp32. No LDS, no barrier.
 extern "C" __global__ void RR_BOUNDS rmsnorm_backward_columns(
     const void* __restrict__ dout, i64 dout_stride, const void* __restrict__ x, i64 x_stride,
-    const void* __restrict__ weight, const float* __restrict__ rstd, const float* __restrict__ row_results,
-    void* __restrict__ dx, i64 dx_stride, float* __restrict__ partial, i64 rows, u32 run_time_cols,
-    u32 shares) {
+    const void* __restrict__ weight, const float* __restrict__ rstd,
+    const float* __restrict__ row_results, void* __restrict__ dx, i64 dx_stride,
+    float* __restrict__ partial, i64 rows, u32 run_time_cols, u32 shares) {
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 at = blockIdx.x / shares * RR_BLOCK + threadIdx.x;
   const u32 share = blockIdx.x % shares;
   if (at >= cols / RR_ELEMENTS) return;
   const u64 column = (u64)at * RR_ELEMENTS;
   WPack w = zero_pack<RR_W, RR_ELEMENTS>();
-  if constexpr (HAS_WEIGHT && NEED_DX) w = load_w(weight, at);
-  float dweight[RR_ELEMENTS] = {};
+  if constexpr (HAS_WEIGHT && NEED_DX) w = load_weight(weight, column);
+  float sums[RR_ELEMENTS] = {};
 #pragma unroll TILE_CHUNKS
   for (i64 row = share; row < rows; row += shares) {
-    const XPack dout_part = load_row(dout, (u64)(row * dout_stride) + column);
-    const XPack x_part = load_row(x, (u64)(row * x_stride) + column);
+    const XPack dout_part = load_vector(dout, (u64)(row * dout_stride) + column);
+    const XPack x_part = load_vector(x, (u64)(row * x_stride) + column);
     RowResult result = {0.0f, 0.0f};
     if constexpr (SUMS_NEEDED) {
       result.rstd = row_results[2 * row];
@@ -237,38 +362,36 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_columns(
     if (NEED_DW) {
 #pragma unroll
       for (int e = 0; e < RR_ELEMENTS; ++e)
-        dweight[e] = fmaf(dout_part[e], x_part[e] * result.rstd, dweight[e]);
+        sums[e] = fmaf(dout_part[e], x_part[e] * result.rstd, sums[e]);
     }
     if (NEED_DX) store_dx(dx, (u64)(row * dx_stride) + column, dout_part, x_part, w, result);
   }
   if (NEED_DW)
-    store_pack<FP32, RR_ELEMENTS, POLICY_DEFAULT>(partial, (u64)share * cols + column, dweight);
+    store_pack<FP32, RR_ELEMENTS, POLICY_DEFAULT>(partial, (u64)share * cols + column, sums);
 }
 #endif
 
-#if RR_NEED_DW
-// Adds `partials` rows of fp32 sums, 32 columns a block: lane groups take every FINISH_GROUPS-th row, then
-// their sums meet in LDS as a tree. dweight: (cols) in its own dtype. LDS: FINISH_BLOCK floats.
-constexpr int FINISH_BLOCK = 256, FINISH_COLUMNS = 32, FINISH_GROUPS = FINISH_BLOCK / FINISH_COLUMNS;
+#if RR_NEED_DW && !RR_LAST_BLOCK
+// Adds `partials` rows of fp32 sums. A block has RR_FINISH_COLUMNS columns: a lane group takes
+// every FINISH_GROUPS-th row, then their sums meet in LDS. dweight: (cols) in its own dtype.
+// LDS: FINISH_BLOCK floats.
+constexpr int FINISH_BLOCK = 1024, FINISH_GROUPS = FINISH_BLOCK / RR_FINISH_COLUMNS;
 extern "C" __global__ void __launch_bounds__(FINISH_BLOCK) rmsnorm_dweight(
     const float* __restrict__ partial, u32 partials, u32 cols, void* __restrict__ dweight) {
   RR_LDS(lds);
-  const u32 group = threadIdx.x / FINISH_COLUMNS, in_block = threadIdx.x % FINISH_COLUMNS;
-  const u32 column = blockIdx.x * FINISH_COLUMNS + in_block;
-  float chain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  if (column < cols) {
-    for (u32 first = group; first < partials; first += 4 * FINISH_GROUPS) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const u32 row = first + k * FINISH_GROUPS;
-        if (row < partials) chain[k] += partial[(u64)row * cols + column];
-      }
-    }
-  }
-  lds[threadIdx.x] = tree_sum<4>(chain);
+  const u32 group = threadIdx.x / RR_FINISH_COLUMNS, in_block = threadIdx.x % RR_FINISH_COLUMNS;
+  const u32 column = blockIdx.x * RR_FINISH_COLUMNS + in_block;
+  lds[threadIdx.x] = 0.0f;
+  if (column < cols)
+    lds[threadIdx.x] = sum_partials(partial + column, cols, partials, group, FINISH_GROUPS);
   __syncthreads();
+#pragma unroll
+  for (u32 half = FINISH_GROUPS / 2; half > 0; half /= 2) {
+    if (group < half) lds[threadIdx.x] += lds[threadIdx.x + half * RR_FINISH_COLUMNS];
+    __syncthreads();
+  }
   if (group == 0 && column < cols) {
-    const float sum[1] = {tree_sum<FINISH_GROUPS>(lds + in_block, FINISH_COLUMNS)};
+    const float sum[1] = {lds[in_block]};
     store_pack<RR_W, 1, POLICY_DEFAULT>(dweight, column, sum);
   }
 }

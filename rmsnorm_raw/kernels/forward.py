@@ -2,18 +2,24 @@
 
 Version 1, ``reg``: a row is read once and kept in registers; one block for one or more rows.
 Version 2, ``2p``:  a row too wide to keep is read again, from cache where it still lies there.
+Version 3, ``pp``:  a persistent grid; the next row is loaded into a second register set while this
+    one is reduced. Unrolled by two, since a rolled loop would wait for the load to copy it over.
+Version 4, ``lds``: a persistent grid over a ring of rows in LDS; after the reduction the row comes
+    from registers, or (``r``) from the ring again.
 
 A lane's squares go into four chains that end in a tree, lanes and waves add up as trees too; fp32
-throughout. Arithmetic of the second pass: (x * rstd) * weight, rounded once, at the store.
+throughout. The result is (x * rstd) * weight, rounded once, at the store.
 """
 
 TEXT = r"""
-constexpr int PER_CHUNK = RR_THREADS_PER_ROW * RR_ELEMENTS;  // elements that a row's lanes move at once
-// the last chunk of a row needs no mask where N is known and divides
-[[maybe_unused]] constexpr bool FULL_CHUNKS = RR_COLS != 0 && RR_COLS % PER_CHUNK == 0;
 constexpr bool HAS_WEIGHT = RR_HAS_WEIGHT, STORE_RSTD = RR_STORE_RSTD;
-typedef Pack<RR_X, RR_ELEMENTS> XPack;
-typedef Pack<RR_W, RR_ELEMENTS> WPack;
+
+RR_FN XPack load_vector(const void* x, u64 element) {
+  return load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(x, element);
+}
+RR_FN WPack load_weight(const void* weight, u64 element) {
+  return load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, element);
+}
 
 RR_FN void add_squares(const XPack& x, float (&chain)[4]) {
 #pragma unroll
@@ -31,90 +37,136 @@ RR_FN void store_normalised(void* y, u64 element, const XPack& x, const WPack& w
 }
 
 // x, y: (rows, cols), rows x_stride and y_stride elements apart. weight: (cols). rstd: (rows) fp32.
-// LDS: one float a wave.
+// LDS: two areas of 2 floats a wave, then the ring.
 extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
     const void* __restrict__ x, i64 x_stride, const void* __restrict__ weight, void* __restrict__ y,
     i64 y_stride, float* __restrict__ rstd, i64 rows, u32 run_time_cols, float eps) {
-  RR_LDS(scratch);
+  RR_LDS(lds);
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 vectors = cols / RR_ELEMENTS;
-  const u32 lane = threadIdx.x % RR_THREADS_PER_ROW;
-  const i64 row = (i64)blockIdx.x * BLOCK_ROWS + threadIdx.x / RR_THREADS_PER_ROW;
-  const bool row_exists = BLOCK_ROWS == 1 || row < rows;
+  const u32 lane = threadIdx.x % RR_THREADS_PER_ROW, slot = threadIdx.x / RR_THREADS_PER_ROW;
+  const i64 first = (i64)blockIdx.x * BLOCK_ROWS;  // of the block's rows, one a slot
+
+  // rstd of a row, from what this lane has added up
+  auto finish_sum = [&](i64 row, float lane_squares, int area) {
+    float sum[1] = {lane_squares};
+    row_sum(sum, lds + area * 2 * BLOCK_WAVES);
+    const float scale = reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps);
+    if (STORE_RSTD && lane == 0 && row < rows) rstd[row] = scale;
+    return scale;
+  };
+
+#if RR_PATH == PATH_TWO_PASS
+  const i64 row = first + slot;
+  const bool row_exists = row < rows;
   const u64 x_row = (u64)(row * x_stride), y_row = (u64)(row * y_stride);
-  float chain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-
-#if RR_PATH == PATH_REGISTERS
-  XPack kept[RR_CHUNKS];
+  float squares = 0.0f;
+  if (row_exists) {
+    for (u32 tile = lane; tile < vectors; tile += TILE_CHUNKS * RR_THREADS_PER_ROW) {
+      float chain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-  for (int c = 0; c < RR_CHUNKS; ++c) {
-    const u32 at = c * RR_THREADS_PER_ROW + lane;
-    const bool inside = row_exists && (FULL_CHUNKS || at < vectors);
-    kept[c] = inside ? load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(x, x_row + at * RR_ELEMENTS)
-                     : zero_pack<RR_X, RR_ELEMENTS>();
-  }
-  // Few registers: the weight is asked for with the row, so that a short launch waits only once.
-  constexpr bool EARLY_WEIGHT = HAS_WEIGHT && RR_CHUNKS * (XPack::BYTES + WPack::BYTES) <= 128;
-  WPack early[EARLY_WEIGHT ? RR_CHUNKS : 1];
-  if constexpr (EARLY_WEIGHT) {
-#pragma unroll
-    for (int c = 0; c < RR_CHUNKS; ++c) {
-      const u32 at = c * RR_THREADS_PER_ROW + lane;
-      early[c] = FULL_CHUNKS || at < vectors
-                     ? load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, (u64)at * RR_ELEMENTS)
-                     : zero_pack<RR_W, RR_ELEMENTS>();
-    }
-  }
-#pragma unroll
-  for (int c = 0; c < RR_CHUNKS; ++c) add_squares(kept[c], chain);
-#else
-  float tile_sum = 0.0f;
-  for (u32 tile = lane; tile < vectors; tile += TILE_CHUNKS * RR_THREADS_PER_ROW) {
-    XPack part[TILE_CHUNKS];
-#pragma unroll
-    for (int c = 0; c < TILE_CHUNKS; ++c) {
-      const u32 at = tile + c * RR_THREADS_PER_ROW;
-      part[c] = row_exists && at < vectors
-                    ? load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(x, x_row + (u64)at * RR_ELEMENTS)
-                    : zero_pack<RR_X, RR_ELEMENTS>();
-    }
-    float tile_chain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int c = 0; c < TILE_CHUNKS; ++c) add_squares(part[c], tile_chain);
-    tile_sum += tree_sum<4>(tile_chain);
-  }
-  chain[0] = tile_sum;
-#endif
-
-  float sum[1] = {tree_sum<4>(chain)};
-  row_sum(sum, scratch);
-  const float scale = reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps);
-  if (STORE_RSTD && lane == 0 && row_exists) rstd[row] = scale;
-  if (!row_exists) return;
-
-#if RR_PATH == PATH_REGISTERS
-#pragma unroll
-  for (int c = 0; c < RR_CHUNKS; ++c) {
-    const u32 at = c * RR_THREADS_PER_ROW + lane;
-    if (FULL_CHUNKS || at < vectors) {
-      WPack w = {};
-      if constexpr (EARLY_WEIGHT) {
-        w = early[c];
-      } else if constexpr (HAS_WEIGHT) {
-        w = load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, (u64)at * RR_ELEMENTS);
+      for (int c = 0; c < TILE_CHUNKS; ++c) {
+        const u32 at = tile + c * RR_THREADS_PER_ROW;
+        if (at < vectors) add_squares(load_vector(x, x_row + (u64)at * RR_ELEMENTS), chain);
       }
-      store_normalised(y, y_row + (u64)at * RR_ELEMENTS, kept[c], w, scale);
+      squares += tree_sum(chain);
     }
   }
-#else
+  const float scale = finish_sum(row, squares, 0);
+  if (!row_exists) return;
 #pragma unroll TILE_CHUNKS
   for (u32 at = lane; at < vectors; at += RR_THREADS_PER_ROW) {
-    const XPack again = load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(x, x_row + (u64)at * RR_ELEMENTS);
+    const u64 element = (u64)at * RR_ELEMENTS;
+    const XPack again = load_vector(x, x_row + element);
     WPack w = {};
-    if constexpr (HAS_WEIGHT)
-      w = load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, (u64)at * RR_ELEMENTS);
-    store_normalised(y, y_row + (u64)at * RR_ELEMENTS, again, w, scale);
+    if constexpr (HAS_WEIGHT) w = load_weight(weight, element);
+    store_normalised(y, y_row + element, again, w, scale);
   }
+
+#else
+  [[maybe_unused]] auto load_row = [&](i64 row, Row& kept) {
+    const i64 from = row < rows ? row : rows - 1;  // past the end: loaded and never used
+#pragma unroll
+    for (int c = 0; c < RR_CHUNKS; ++c)
+      kept[c] = load_vector(x, (u64)(from * x_stride) + safe_element(c, lane, vectors));
+  };
+  auto sum_row = [&](i64 row, const Row& kept, int area) {
+    float chain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int c = 0; c < RR_CHUNKS; ++c)
+      if (in_row(c, lane, vectors)) add_squares(kept[c], chain);
+    return finish_sum(row, tree_sum(chain), area);
+  };
+  // The weight is asked for early where registers allow: a persistent program keeps it, and a lone
+  // row then waits for memory once.
+  constexpr bool EARLY_WEIGHT = HAS_WEIGHT && RR_CHUNKS * (XPack::BYTES + WPack::BYTES) <= 128;
+  WPack early[EARLY_WEIGHT ? RR_CHUNKS : 1];
+  auto load_early = [&] {
+    if constexpr (EARLY_WEIGHT) {
+#pragma unroll
+      for (int c = 0; c < RR_CHUNKS; ++c)
+        early[c] = load_weight(weight, safe_element(c, lane, vectors));
+    }
+  };
+  auto store_row = [&](i64 row, const Row& kept, float scale) {
+#pragma unroll
+    for (int c = 0; c < RR_CHUNKS; ++c) {
+      if (row < rows && in_row(c, lane, vectors)) {
+        WPack w = {};
+        const u64 element = chunk_element(c, lane);
+        if constexpr (EARLY_WEIGHT) w = early[c];
+        else if constexpr (HAS_WEIGHT) w = load_weight(weight, element);
+        store_normalised(y, (u64)(row * y_stride) + element, kept[c], w, scale);
+      }
+    }
+  };
+
+#if RR_PATH == PATH_REGISTERS
+  Row kept;
+  load_row(first + slot, kept);
+  load_early();
+  store_row(first + slot, kept, sum_row(first + slot, kept, 0));
+
+#elif RR_PATH == PATH_PINGPONG
+  const i64 step = (i64)gridDim.x * BLOCK_ROWS;
+  Row ping, pong;
+  load_row(first + slot, ping);
+  load_early();
+  for (i64 group = first; group < rows; group += 2 * step) {
+    const i64 row = group + slot;
+    load_row(row + step, pong);
+    after_loads(ping);
+    store_row(row, ping, sum_row(row, ping, 0));
+    if (group + step >= rows) break;
+    load_row(row + 2 * step, ping);
+    after_loads(pong);
+    store_row(row + step, pong, sum_row(row + step, pong, 1));
+  }
+
+#else
+  const i64 step = (i64)gridDim.x * BLOCK_ROWS;
+  Ring ring = {};
+  ring.tensor[0] = {x, x_stride};
+  ring.open(lds, rows, vectors, lane, slot);
+  ring.start(first + slot, step);
+  load_early();
+  int area = 0;
+  for (i64 group = first; group < rows; group += step) {
+    const i64 row = group + slot;
+    if (!RR_BULK) ring.refill(row, step);
+    ring.wait();
+    Row kept;
+    ring.read(0, kept);
+    const float scale = sum_row(row, kept, area);
+    area ^= 1;
+    if (RR_BULK && ROW_WAVES == 1) __syncthreads();
+    if (RR_BULK) ring.refill(row, step);
+    if (RR_REREAD) ring.read(0, kept);
+    store_row(row, kept, scale);
+    ring.next();
+  }
+  ring.close();
+#endif
 #endif
 }
 """

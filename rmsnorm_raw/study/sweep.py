@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rmsnorm_raw import bandwidth, check, environment, measure, space, workbench
+from rmsnorm_raw import bandwidth, check, environment, ladder, measure, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import DRIFT_PCT, PROBES, Roofline
 from rmsnorm_raw.config import Config
@@ -36,9 +36,9 @@ COLUMNS = (
     "low_us", "high_us", "p10_us", "p90_us", "samples", "discarded", "gbps",
     *(f"pct_{probe}" for probe in PERCENT_OF), "simulated", "note",
 )  # fmt: skip
-#: rows of a cell on the simulator: persistent programs go round more than once, and the last block
-#: of every shape is ragged
-SIMULATED_ROWS = 37
+#: rows of a cell on the simulator. The ladder's largest grid there is 16 programs of 4 rows: they
+#: go round a second time, and an odd number leaves a ragged block wherever a block has several rows
+SIMULATED_ROWS = 67
 
 Row = dict[str, str]
 Progress = Callable[[int, int, str], None]
@@ -99,7 +99,7 @@ def sweep(
     """
     device, simulated = backend.device, backend.device.simulated
     problems = cells() if problems is None else problems
-    planned = [(problem, space.default_config(problem, device)) for problem in problems]
+    planned = [(problem, ladder.default_config(problem, device)) for problem in problems]
     if rows_cap is None and simulated:
         rows_cap = SIMULATED_ROWS
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -232,11 +232,10 @@ def summary(outcome: Outcome) -> list[str]:
                 f"during the run (limit {DRIFT_PCT:g} %): let the device rest and repeat"
             )
     lines.append(f"{len(outcome.rows) - len(outcome.failed)} of {len(outcome.rows)} cells passed")
-    lines += [
-        f"{row['verdict']}: {row['op']} {row['m']}x{row['n']} {row['act']}/{row['weight']} "
-        f"{row['config']}: {row['note']}"
-        for row in outcome.failed
-    ]
+    for row in outcome.failed:
+        cell = f"{row['op']} {row['m']}x{row['n']} {row['act']}/{row['weight']} {row['config']}"
+        first_line = row["note"].splitlines()[0]
+        lines.append(f"{row['verdict']}: {cell}: {first_line} (the whole note is in sweep.csv)")
     return lines
 
 

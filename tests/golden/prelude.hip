@@ -30,7 +30,7 @@ typedef long long i64;
   float* name = (float*)rr_lds_bytes
 #endif
 
-// ---- vectors -------------------------------------------------------------------------------------
+// ---- vectors ----------------------------------------------------------------------------------
 // Structs, not vector attributes: NVRTC ignores ext_vector_type and vector_size with a warning, and
 // a quarter of the data would be moved. An aligned struct becomes one wide access everywhere.
 template <int BYTES> struct Words;
@@ -58,14 +58,14 @@ RR_EXACT(Native<8>::type, 8);
 RR_FN float as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
 RR_FN u32 as_bits(float value) { return __builtin_bit_cast(u32, value); }
 
-// ---- loads and stores with a cache policy ----------------------------------------------------------
+// ---- loads and stores with a cache policy -----------------------------------------------------
 #define POLICY_DEFAULT 0
 #define POLICY_KEEP 1    // CUDA: L2 evict_last. AMD has none.
 #define POLICY_STREAM 2  // CUDA: L2 evict_first. AMD: nt.
 
 #if !RR_AMD && !defined(RR_SIMULATOR)
 template <int POLICY> RR_FN u64 l2_policy() {
-  static_assert(POLICY == POLICY_KEEP || POLICY == POLICY_STREAM, "the default needs no policy word");
+  static_assert(POLICY == POLICY_KEEP || POLICY == POLICY_STREAM, "the default has no policy word");
   u64 policy;
   if constexpr (POLICY == POLICY_KEEP) {
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -99,17 +99,20 @@ RR_FN Words<2> load_hinted(const Words<2>* p, u64 policy) {
 }
 RR_FN void store_hinted(Words<16>* p, const Words<16>& v, u64 policy) {
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;"
-               :: "l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]), "l"(policy) : "memory");
+               ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]), "l"(policy)
+               : "memory");
 }
 RR_FN void store_hinted(Words<8>* p, const Words<8>& v, u64 policy) {
   asm volatile("st.global.L2::cache_hint.v2.u32 [%0], {%1, %2}, %3;"
-               :: "l"(p), "r"(v.w[0]), "r"(v.w[1]), "l"(policy) : "memory");
+               ::"l"(p), "r"(v.w[0]), "r"(v.w[1]), "l"(policy) : "memory");
 }
 RR_FN void store_hinted(Words<4>* p, const Words<4>& v, u64 policy) {
-  asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" :: "l"(p), "r"(v.w[0]), "l"(policy) : "memory");
+  asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;"
+               ::"l"(p), "r"(v.w[0]), "l"(policy) : "memory");
 }
 RR_FN void store_hinted(Words<2>* p, const Words<2>& v, u64 policy) {
-  asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;" :: "l"(p), "h"(v.w[0]), "l"(policy) : "memory");
+  asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;"
+               ::"l"(p), "h"(v.w[0]), "l"(policy) : "memory");
 }
 #endif
 
@@ -156,7 +159,7 @@ template <int POLICY, int BYTES> RR_FN void store_words(void* address, const Wor
 #endif
 }
 
-// ---- elements: storage is always u16 or u32, arithmetic always fp32 ---------------------------------
+// ---- elements: storage is always u16 or u32, arithmetic always fp32 ---------------------------
 #define FP16 0
 #define BF16 1
 #define FP32 2
@@ -279,7 +282,7 @@ RR_FN float reciprocal_sqrt(float v) {
 #endif
 }
 
-// ---- sums over lanes ---------------------------------------------------------------------------------
+// ---- sums over lanes --------------------------------------------------------------------------
 #if RR_AMD
 // v of the lane that a DPP control names; with all rows and banks enabled it folds into the add
 template <int CONTROL> RR_FN float dpp(float v) {
@@ -290,10 +293,10 @@ RR_FN float read_lane(float v, int lane) {
 }
 #endif
 
-// The sum of v over each aligned group of LANES lanes of a wave, in every lane of the group. All the
-// lanes of the wave must be here. A butterfly: every lane adds the same pairs, so all agree bitwise.
+// The sum of v over each aligned group of LANES lanes of a wave, in every lane of the group. All
+// lanes of the wave must be here. A butterfly: lanes add the same pairs, so all agree bitwise.
 template <int LANES> RR_FN float lane_sum(float v) {
-  static_assert(LANES >= 1 && LANES <= RR_WAVE && (LANES & (LANES - 1)) == 0, "lanes: a power of two");
+  static_assert(LANES <= RR_WAVE && (LANES & (LANES - 1)) == 0, "lanes: a power of two");
 #if RR_AMD
   if constexpr (LANES >= 2) v += dpp<0xb1>(v);    // quad_perm [1,0,3,2]: the neighbour
   if constexpr (LANES >= 4) v += dpp<0x4e>(v);    // quad_perm [2,3,0,1]: the other pair
@@ -315,7 +318,8 @@ template <int LANES> RR_FN float lane_sum(float v) {
 #else
   // gfx942 has no permlane swaps: the four rows' sums are read into scalars
   if constexpr (LANES >= 32) {
-    const float low = read_lane(v, 0) + read_lane(v, 16), high = read_lane(v, 32) + read_lane(v, 48);
+    const float low = read_lane(v, 0) + read_lane(v, 16);
+    const float high = read_lane(v, 32) + read_lane(v, 48);
     v = LANES == 64 ? low + high : (threadIdx.x & 32) ? high : low;
   }
 #endif
@@ -327,42 +331,13 @@ template <int LANES> RR_FN float lane_sum(float v) {
   return v;
 }
 
-// A balanced tree over COUNT values `stride` floats apart.
-template <int COUNT> RR_FN float tree_sum(const float* p, int stride = 1) {
+// A balanced tree over values FIRST to FIRST + COUNT - 1.
+template <int FIRST, int COUNT, int N> RR_FN float tree_sum(const float (&value)[N]) {
   if constexpr (COUNT == 1) {
-    return p[0];
+    return value[FIRST];
   } else {
     constexpr int HALF = COUNT / 2;
-    return tree_sum<HALF>(p, stride) + tree_sum<COUNT - HALF>(p + HALF * stride, stride);
+    return tree_sum<FIRST, HALF>(value) + tree_sum<FIRST + HALF, COUNT - HALF>(value);
   }
 }
-
-// ---- rows: how lanes share them, for kernels that define RR_THREADS_PER_ROW ---------------------------
-#define PATH_REGISTERS 0
-#define PATH_TWO_PASS 1
-#if defined(RR_THREADS_PER_ROW)
-constexpr int ROW_LANES = RR_THREADS_PER_ROW < RR_WAVE ? RR_THREADS_PER_ROW : RR_WAVE;
-constexpr int ROW_WAVES = RR_THREADS_PER_ROW / ROW_LANES;
-constexpr int BLOCK_ROWS = RR_BLOCK / RR_THREADS_PER_ROW;
-static_assert(ROW_LANES * ROW_WAVES == RR_THREADS_PER_ROW, "a row has whole waves, or a part of one");
-static_assert(BLOCK_ROWS * RR_THREADS_PER_ROW == RR_BLOCK && RR_BLOCK % RR_WAVE == 0, "whole rows, whole waves");
-
-// Sums each of COUNT values over the lanes of a row; every lane of the row gets the same bits.
-// `scratch`: COUNT floats a wave of the block. A loop alternates between two such areas, so that one
-// barrier a row is enough: nobody can be two rows ahead of a reader.
-template <int COUNT> RR_FN void row_sum(float (&value)[COUNT], float* scratch) {
-#pragma unroll
-  for (int k = 0; k < COUNT; ++k) value[k] = lane_sum<ROW_LANES>(value[k]);
-  if constexpr (ROW_WAVES > 1) {
-    const int wave = threadIdx.x / RR_WAVE;
-    if (threadIdx.x % RR_WAVE == 0) {
-#pragma unroll
-      for (int k = 0; k < COUNT; ++k) scratch[wave * COUNT + k] = value[k];
-    }
-    __syncthreads();
-    const float* first = scratch + wave / ROW_WAVES * ROW_WAVES * COUNT;
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) value[k] = tree_sum<ROW_WAVES>(first + k, COUNT);
-  }
-}
-#endif
+template <int N> RR_FN float tree_sum(const float (&value)[N]) { return tree_sum<0, N>(value); }

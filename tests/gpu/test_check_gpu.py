@@ -12,10 +12,10 @@ from rmsnorm_raw import check
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import verify
 from rmsnorm_raw.gate import DATA, Case, DeviceEngine, HostEngine
+from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.module import build
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
-from rmsnorm_raw.space import default_config
 
 pytestmark = pytest.mark.gpu
 
@@ -118,5 +118,5 @@ def test_a_dx_without_its_row_term_is_found(gpu: Backend) -> None:
 
 def test_a_store_past_the_row_is_found(gpu: Backend) -> None:
     problem = Problem.forward(64, 1000, "bf16", alignment=2)  # lanes left over in the last chunk
-    verdict = faulty(problem, gpu, "|| at < vectors", "|| at <= vectors")
+    verdict = faulty(problem, gpu, "+ lane < vectors", "+ lane <= vectors")
     assert "y: byte 0 after" in verdict.message

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from rmsnorm_raw import check, measure, module, source, space
+from rmsnorm_raw import check, ladder, measure, module, source
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import PROBES, Roofline, remeasure, roofline
 from rmsnorm_raw.clones import clone_plans
@@ -25,7 +25,7 @@ H200_GBPS = {"copy": (4224, 4272), "2r1w": (4350, 4392), "write": (4622, 4652)}
 
 
 def built(problem: Problem, gpu: Backend) -> tuple[Config, Binary]:
-    config = space.default_config(problem, gpu.device)
+    config = ladder.default_config(problem, gpu.device)
     return config, module.build(source.render(problem, config, gpu.device), gpu)
 
 

@@ -1,0 +1,126 @@
+"""Rows: how the lanes of a block share them, what a lane keeps, and how sums cross waves.
+
+Version 1: rows over part of a wave or over whole waves; one barrier a row.
+Version 2: scalar loads of a row's float, sums exchanged past an LDS ring in flight, and loads that
+    are not under a condition.
+"""
+
+TEXT = r"""
+#define PATH_REGISTERS 0
+#define PATH_TWO_PASS 1
+#define PATH_PINGPONG 2
+#define PATH_LDS 3
+constexpr int ROW_LANES = RR_THREADS_PER_ROW < RR_WAVE ? RR_THREADS_PER_ROW : RR_WAVE;
+constexpr int ROW_WAVES = RR_THREADS_PER_ROW / ROW_LANES;
+constexpr int BLOCK_ROWS = RR_BLOCK / RR_THREADS_PER_ROW;
+constexpr int BLOCK_WAVES = RR_BLOCK / RR_WAVE;
+static_assert(ROW_LANES * ROW_WAVES == RR_THREADS_PER_ROW, "a row has whole waves, or part of one");
+static_assert(BLOCK_ROWS * RR_THREADS_PER_ROW == RR_BLOCK, "a block has whole rows");
+static_assert(BLOCK_WAVES * RR_WAVE == RR_BLOCK, "a block has whole waves");
+
+typedef Pack<RR_X, RR_ELEMENTS> XPack;
+typedef Pack<RR_W, RR_ELEMENTS> WPack;
+#if defined(RR_CHUNKS)
+constexpr int CHUNK_ELEMENTS = RR_THREADS_PER_ROW * RR_ELEMENTS;
+// Only the last chunk of a row can be a tail, and only where N is not a multiple of a whole chunk.
+[[maybe_unused]] constexpr bool FULL_CHUNKS = RR_COLS != 0 && RR_COLS % CHUNK_ELEMENTS == 0;
+RR_FN bool in_row(int c, u32 lane, u32 vectors) {
+  return FULL_CHUNKS || c < RR_CHUNKS - 1 || c * RR_THREADS_PER_ROW + lane < vectors;
+}
+// The first element of a lane in chunk c of a row. 64 bits from the start: a 32-bit sum could wrap,
+// and the compiler would keep an address a chunk instead of one address and constant offsets.
+RR_FN u64 chunk_element(int c, u32 lane) {
+  return (u64)lane * RR_ELEMENTS + (u64)c * CHUNK_ELEMENTS;
+}
+// Where a lane may load from in any case: past the end of a row, its last vector. A load under a
+// condition would be waited for where the branches meet; what it brought is left out of the sum.
+RR_FN u64 safe_element(int c, u32 lane, u32 vectors) {
+  return in_row(c, lane, vectors) ? chunk_element(c, lane) : (u64)(vectors - 1) * RR_ELEMENTS;
+}
+typedef XPack Row[RR_CHUNKS];  // what a lane keeps of a row
+
+// Keeps the work on a row behind the loads that come before this: hiprtc would begin to convert the
+// row first, and so wait for it before the next row is asked for.
+RR_FN void after_loads(Row& row) {
+#if RR_AMD && !defined(RR_SIMULATOR)
+#pragma unroll
+  for (int c = 0; c < RR_CHUNKS; ++c) {
+    typedef typename Native<XPack::PIECE>::type T;
+    Words<XPack::PIECE>& piece = row[c].piece[0];
+    T v = __builtin_bit_cast(T, piece);
+    asm volatile("" : "+v"(v)::"memory");
+    piece = __builtin_bit_cast(Words<XPack::PIECE>, v);
+  }
+#endif
+}
+#endif
+
+// A float of a row, which the kernel does not write. Where whole waves work on a row, AMD loads it
+// into a scalar register, outside the vector memory counter: its wait drains no row in flight.
+RR_FN float load_row_float(const float* base, i64 row) {
+#if RR_AMD && !defined(RR_SIMULATOR)
+  if constexpr (RR_THREADS_PER_ROW % RR_WAVE == 0) {
+    typedef const __attribute__((address_space(4))) float* Constant;
+    const u64 address = (u64)(base + row);
+    const u32 low = (u32)__builtin_amdgcn_readfirstlane((int)(u32)address);
+    const u32 high = (u32)__builtin_amdgcn_readfirstlane((int)(u32)(address >> 32));
+    return *(Constant)((u64)high << 32 | low);
+  }
+#endif
+  return base[row];
+}
+
+// How the waves of a block exchange sums. Over an LDS ring AMD's accesses and barrier are written
+// out: before an access that it can see (ROCm 7.0.0) and at __syncthreads (7.2.4) the compiler
+// waits for every copy in flight.
+#if RR_AMD && RR_PATH == PATH_LDS && !defined(RR_SIMULATOR)
+RR_FN u32 lds_address(const void* p) {
+  return (u32)(u64)(__attribute__((address_space(3))) const char*)p;
+}
+RR_FN void write_sum(float* to, float value) {
+  asm volatile("ds_write_b32 %0, %1" ::"v"(lds_address(to)), "v"(value) : "memory");
+}
+RR_FN float read_sum(const float* from) {
+  float value;
+  asm volatile("ds_read_b32 %0, %1" : "=v"(value) : "v"(lds_address(from)) : "memory");
+  return value;
+}
+RR_FN void wait_for_sum(float& value) {
+  asm volatile("s_waitcnt lgkmcnt(0)" : "+v"(value)::"memory");
+}
+RR_FN void exchange_barrier() { asm volatile("s_waitcnt lgkmcnt(0)\ns_barrier" ::: "memory"); }
+#else
+RR_FN void write_sum(float* to, float value) { *to = value; }
+RR_FN float read_sum(const float* from) { return *from; }
+RR_FN void wait_for_sum(float&) {}
+#define exchange_barrier() __syncthreads()
+#endif
+
+// Sums each of COUNT values over the lanes of a row; every lane of the row gets the same bits.
+// `area`: COUNT floats a wave of the block. A loop alternates between two such areas, so that one
+// barrier a row is enough: nobody can be two rows ahead of a reader.
+template <int COUNT> RR_FN void row_sum(float (&value)[COUNT], float* area) {
+#pragma unroll
+  for (int k = 0; k < COUNT; ++k) value[k] = lane_sum<ROW_LANES>(value[k]);
+  if constexpr (ROW_WAVES > 1) {
+    const int wave = threadIdx.x / RR_WAVE;
+    if (threadIdx.x % RR_WAVE == 0) {
+#pragma unroll
+      for (int k = 0; k < COUNT; ++k) write_sum(area + wave * COUNT + k, value[k]);
+    }
+    exchange_barrier();
+    const float* first = area + wave / ROW_WAVES * ROW_WAVES * COUNT;
+    float part[COUNT][ROW_WAVES];
+#pragma unroll
+    for (int i = 0; i < ROW_WAVES; ++i)
+#pragma unroll
+      for (int k = 0; k < COUNT; ++k) part[k][i] = read_sum(first + i * COUNT + k);
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+#pragma unroll
+      for (int i = 0; i < ROW_WAVES; ++i) wait_for_sum(part[k][i]);
+      value[k] = tree_sum(part[k]);
+    }
+  }
+}
+"""
