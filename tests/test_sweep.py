@@ -82,7 +82,7 @@ def test_bytes_and_percentages_are_counted_as_in_the_archive(
 
 @pytest.fixture(scope="module")
 def swept(cpu64: Backend, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return sweep(cpu64, tmp_path_factory.mktemp("sweep") / "new", problems=FEW, rows_cap=5)
+    return sweep(cpu64, tmp_path_factory.mktemp("sweep") / "new", problems=FEW, rows_cap=4)
 
 
 def test_every_cell_passes_and_has_a_row(swept: Outcome) -> None:
@@ -99,11 +99,11 @@ def test_every_cell_passes_and_has_a_row(swept: Outcome) -> None:
 
 def test_rows_are_capped_and_the_config_is_the_whole_cells(swept: Outcome, cpu64: Backend) -> None:
     assert [row["m"] for row in swept.rows] == ["3", "3", "4096"]
-    assert [row["rows_run"] for row in swept.rows] == ["3", "3", "5"]
-    of_the_cap = workbench.default_config(replace(TALL, rows=5), cpu64.device)
+    assert [row["rows_run"] for row in swept.rows] == ["3", "3", "4"]
+    of_the_cap = workbench.default_config(replace(TALL, rows=4), cpu64.device)
     assert of_the_cap != workbench.default_config(TALL, cpu64.device)  # else nothing is tested
     assert swept.rows[2]["config"] == workbench.default_config(TALL, cpu64.device).slug
-    assert "rows are capped at 5" in study.summary(swept)
+    assert "rows are capped at 4" in study.summary(swept)
 
 
 def test_the_simulator_has_its_own_cap(cpu64: Backend, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_simulated_times_have_neither_speed_nor_percentage(swept: Outcome) -> No
 def test_the_environment_says_what_the_run_stood_on(swept: Outcome, cpu64: Backend) -> None:
     facts = facts_of(swept.environment_path)
     assert facts["backend"] == "cpu"
-    assert facts["rows_cap"] == 5
+    assert facts["rows_cap"] == 4
     device = facts["device"]
     assert isinstance(device, dict)
     assert device["name"] == cpu64.device.name
@@ -171,7 +171,7 @@ def test_an_interrupted_sweep_keeps_the_rows_written_so_far(cpu64: Backend, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sweep(cpu64, tmp_path, problems=FEW, rows_cap=5, progress=interrupt)
+        sweep(cpu64, tmp_path, problems=FEW, rows_cap=4, progress=interrupt)
     assert [row["verdict"] for row in rows_of(tmp_path / "sweep.csv")] == ["PASS", "PASS"]
     assert facts_of(tmp_path / "environment.json")["backend"] == "cpu"
 
@@ -197,7 +197,7 @@ def test_a_wrong_kernel_fails_its_cell_alone_and_gets_no_time(
     cpu64: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, ROW_TERM, "")
-    outcome = sweep(cpu64, tmp_path, problems=FEW, rows_cap=5)
+    outcome = sweep(cpu64, tmp_path, problems=FEW, rows_cap=4)
     assert [row["verdict"] for row in outcome.rows] == ["PASS", "FAIL", "PASS"]
     (failed,) = outcome.failed
     assert float(failed["worst"]) > 1
@@ -212,7 +212,7 @@ def test_a_kernel_that_does_not_compile_fails_its_cell_alone(
     cpu64: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, ROW_TERM, " - nothing_of_this_name")
-    outcome = sweep(cpu64, tmp_path, problems=FEW, rows_cap=5)
+    outcome = sweep(cpu64, tmp_path, problems=FEW, rows_cap=4)
     assert [row["verdict"] for row in outcome.rows] == ["PASS", "CompileError", "PASS"]
     assert "nothing_of_this_name" in rows_of(outcome.csv_path)[1]["note"]
     (line,) = (line for line in study.summary(outcome) if line.startswith("CompileError: bwd "))

@@ -21,7 +21,6 @@ What is called: the lowest function of each package that does just this.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import json
 import math
@@ -257,21 +256,18 @@ def recorded_winner(problem: Problem) -> dict[str, Any] | None:
 
 def _liger(cell: Cell) -> Contender:
     liger = importlib.import_module("liger_kernel.ops.rms_norm")
-    numbers = {"offset": 0.0, "row_mode": None}
 
-    def forward(t: Inputs) -> Any:  # (y, x, rstd, block, warps, casting mode)
-        return liger.rms_norm_forward(
-            t["x"], t["weight"], cell.problem.eps, casting_mode="llama", **numbers
-        )
+    def forward(t: Inputs) -> Any:
+        return liger.rms_norm_forward(t["x"], t["weight"], cell.problem.eps, 0.0, "llama", None)
 
     if cell.problem.op == "forward":
         return _over(cell, lambda t: forward(t)[:1], "casting_mode='llama'")
     *_, block, warps, mode = forward(cell.inputs[0])
-    knobs = {"casting_mode": mode, "BLOCK_SIZE": block, "num_warps": warps, "in_place": False}
 
     def backward(t: Inputs) -> Any:
         arrays = (t["dout"], t["x"], t["weight"], t["rstd"])
-        return liger.rms_norm_backward(*arrays, **knobs, **numbers)
+        in_place, row_mode, offset = False, None, 0.0
+        return liger.rms_norm_backward(*arrays, offset, mode, block, warps, in_place, row_mode)
 
     return _over(cell, backward, "casting_mode='llama', in_place=False")
 
