@@ -13,7 +13,8 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,9 +22,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rmsnorm_raw.errors import RmsnormRawError
+from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
 
 if TYPE_CHECKING:
+    from rmsnorm_raw.backends import Resources
+    from rmsnorm_raw.backends.isa import Instruction
+    from rmsnorm_raw.backends.kernel_report import LaunchReport
     from rmsnorm_raw.device import DeviceSpec
     from rmsnorm_raw.problem import Problem
     from rmsnorm_raw.study.sweep import Row
@@ -118,23 +122,36 @@ def inspect(
     weight_dtype: WeightOption = "same",
     config: ConfigOption = None,
     backend: BackendOption = None,
+    arch: Annotated[
+        str | None,
+        typer.Option("--arch", help="gfx950 or gfx942: by AMD's own compiler, with no device."),
+    ] = None,
     source: Annotated[bool, typer.Option("--source", help="Print the HIP text alone.")] = False,
+    asm: Annotated[
+        bool, typer.Option("--asm", help="With --arch: print the machine code alone.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What a problem is compiled to: config, space, launches, resources, defines, source."""
-    from rmsnorm_raw import launch, workbench
+    """What a problem is compiled to: config, space, launches, resources, waits, defines, source."""
+    from rmsnorm_raw import workbench
 
     problem = _problem(op, rows, cols, dtype, weight_dtype)
-    kernel = workbench.build(problem, config, backend=backend)
+    if asm and arch is None:
+        raise InvalidInput("--asm prints AMD's machine code: add --arch gfx950 or --arch gfx942")
+    if arch is None:
+        kernel = workbench.build(problem, config, backend=backend)
+    elif backend is None:
+        kernel = workbench.build(problem, config, device=arch)
+    else:
+        raise InvalidInput("--arch needs no device and --backend names one: leave one of them out")
     if source:
         print(kernel.source.text)
         return
+    if isinstance(kernel, workbench.OfflineKernel) and asm:
+        print(kernel.asm)
+        return
     device = kernel.binary.backend.device
     space = workbench.enumerate_configs(problem, device)
-    nowhere = {
-        name: launch.Tensor(0) for name in launch.tensor_bytes(problem, kernel.config, device)
-    }
-    launches = launch.make_plan(problem, kernel.config, kernel.binary, nowhere).launches
     facts = {
         "problem": str(problem),
         "device": f"{device.name} ({device.arch})",
@@ -153,20 +170,60 @@ def inspect(
                 "block": it.block,
                 "lds_bytes": it.lds_bytes,
             }
-            for it in launches
+            for it in kernel.launches
         ],
         "resources": [
-            {"entry_point": name} | asdict(taken) for name, taken in kernel.resources.items()
+            {"entry_point": name} | _counts(taken) for name, taken in kernel.resources.items()
         ],
-        "defines": [{"name": name, "value": value} for name, value in kernel.source.defines],
     }
+    if isinstance(kernel, workbench.OfflineKernel):
+        facts["compiler"] = f"hiprtc of ROCm {kernel.release}"
+        lists |= _machine_code(kernel.resources)
+    lists["defines"] = [{"name": name, "value": value} for name, value in kernel.source.defines]
     if as_json:
         _print_json(facts | lists)
         return
     _print_table(("", ""), facts.items())
     for title, entries in lists.items():
-        print(f"\n{title}")
-        _print_table(entries[0].keys() if entries else (), (it.values() for it in entries))
+        print(f"\n{title}{WAITS_MEAN if title == 'waits' else ''}")
+        if title in ("resources", "instructions"):  # many facts of few kernels
+            names = dict.fromkeys(name for entry in entries for name in entry)
+            rows_of_facts = ([name, *(entry.get(name) for entry in entries)] for name in names)
+            _print_table(("", *("" for _ in entries)), rows_of_facts)
+        else:
+            _print_table(entries[0].keys() if entries else (), (it.values() for it in entries))
+
+
+#: after the title of inspect's waits
+WAITS_MEAN = """, in the row loop once it has settled, or in all of a kernel without one:
+vmcnt(N) waits until N of a wave's memory operations are in flight, of which the oldest end first"""
+
+
+def _counts(taken: Resources) -> dict[str, object]:
+    """What :func:`_machine_code` does not give in lists of their own."""
+    return {name: fact for name, fact in asdict(taken).items() if name not in ("mix", "waits")}
+
+
+def _machine_code(resources: Mapping[str, LaunchReport]) -> dict[str, list[dict[str, object]]]:
+    return {
+        "waits": [
+            {
+                "entry_point": name,
+                "at": hex(wait.instruction.offset),
+                "vmcnt": wait.instruction.vmcnt,
+                "waits_for": _operations(wait.ends),
+                "leaves_in_flight": _operations(wait.leaves),
+            }
+            for name, report in resources.items()
+            for wait in report.waits
+        ],
+        "instructions": [{"entry_point": name, **each.mix} for name, each in resources.items()],
+    }
+
+
+def _operations(operations: Iterable[Instruction]) -> str:
+    kinds = Counter(operation.group for operation in operations)
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 
 @app.command()

@@ -89,7 +89,7 @@ def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[s
             "dx": matrix * problem.need_dx,
             "dweight": vector * problem.need_dweight,
             "workspace": workspace_bytes(problem, config, device),
-            "counter": 4 * (config.finish == "last_block" and problem.need_dweight),
+            "counter": 4 * _counts_blocks(problem, config, device),
         }
     return {name: size for name, size in sizes.items() if size}
 
@@ -187,6 +187,12 @@ def _backward(
         args = (_address(partial), np.uint32(partials), cols, _address(dweight))
         grid = -(-problem.cols // finish_columns(problem))
         yield Launch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"])
+
+
+def _counts_blocks(problem: Problem, config: Config, device: DeviceSpec) -> bool:
+    """Whether the last block to leave must be found; a lone block knows that it is."""
+    last_block = config.finish == "last_block" and problem.need_dweight
+    return last_block and grid_programs(problem, config, device) > 1
 
 
 def _row_results_bytes(problem: Problem, config: Config) -> int:

@@ -6,14 +6,16 @@
 >>> k.bench()                             # the gate, then the timer
 >>> k2 = k.with_source(k.source.text.replace(...))
 >>> rr.compare(k, k2)                     # FASTER 1.03x [1.02, 1.04]
+>>> rr.build(p, device="gfx950").asm      # AMD's machine code, with no device
 """
 
 from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn, TypeVar, overload
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -24,6 +26,7 @@ from rmsnorm_raw import (
     check,
     clones,
     ladder,
+    launch,
     measure,
     module,
     ops,
@@ -32,10 +35,14 @@ from rmsnorm_raw import (
     stats,
 )
 from rmsnorm_raw.backends import Backend, Resources, get_backend
+from rmsnorm_raw.backends.kernel_report import KernelReport, LaunchReport
+from rmsnorm_raw.backends.offline import OfflineCode, offline_backend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec, known_device
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.problem import Problem
+
+K = TypeVar("K", bound="Kernel")
 
 
 def default_config(problem: Problem, device: str | DeviceSpec | None = None) -> Config:
@@ -139,9 +146,17 @@ class Kernel:
         return self.binary.source
 
     @property
-    def resources(self) -> dict[str, Resources]:
+    def resources(self) -> Mapping[str, Resources]:
         """Registers, LDS and spills by entry point, as the toolchain says them."""
         return self.binary.resources
+
+    @property
+    def launches(self) -> tuple[launch.Launch, ...]:
+        """What a call launches, in order; the addresses are left at 0."""
+        device = self.binary.backend.device
+        names = launch.tensor_bytes(self.problem, self.config, device)
+        nowhere = dict.fromkeys(names, launch.Tensor(0))
+        return launch.make_plan(self.problem, self.config, self.binary, nowhere).launches
 
     def __call__(self, *arrays: Any) -> ops.Forward | ops.Backward:
         """Run this very source on arrays: k(x, w), or k(dout, x, w, rstd) for backward.
@@ -186,7 +201,7 @@ class Kernel:
         """
         return measure.measure(self.problem, self.config, self.binary, self.check(), regime=regime)
 
-    def with_source(self, text: str) -> Kernel:
+    def with_source(self: K, text: str) -> K:
         """The same problem, config, defines and entry points with another text: the edit loop.
 
         Raises:
@@ -202,6 +217,62 @@ class Kernel:
         )
 
 
+class OfflineKernel(Kernel):
+    """A kernel for a device that is not here, by AMD's own compiler: to be read, not to be run.
+
+    Calls, ``check`` and ``bench`` raise BackendUnavailable; ``with_source`` compiles the edited
+    text for the same device.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *arrays: Any) -> NoReturn:
+        """Raises BackendUnavailable: there is no device to run on."""
+        offline_backend(self.binary.backend.device.arch).refuse()
+
+    @property
+    def release(self) -> str:
+        """The ROCm release of the compiler, e.g. "7.0.0"."""
+        return self._code.release
+
+    @property
+    def resources(self) -> Mapping[str, LaunchReport]:
+        """What the launch of each entry point takes of a CU, and what its machine code shows."""
+        kernels = self._code.kernels
+        return {
+            it.entry_point: kernels[it.entry_point].launched(it.grid, it.block, it.lds_bytes)
+            for it in self.launches
+        }
+
+    @property
+    def asm(self) -> str:
+        """The machine code, a line an instruction; those of the row loop begin with "|"."""
+        kernels: Mapping[str, KernelReport] = self._code.kernels
+        return "\n\n".join(f"{name}:\n{each.listing}" for name, each in kernels.items())
+
+    @property
+    def _code(self) -> OfflineCode:
+        code = self.binary.code
+        assert isinstance(code, OfflineCode)
+        return code
+
+
+@overload
+def build(
+    problem: Problem,
+    config: str | Config | None = None,
+    *,
+    device: str,
+    text: str | None = None,
+) -> OfflineKernel: ...
+@overload
+def build(
+    problem: Problem,
+    config: str | Config | None = None,
+    *,
+    backend: str | Backend | None = None,
+    text: str | None = None,
+) -> Kernel: ...
 def build(
     problem: Problem,
     config: str | Config | None = None,
@@ -214,30 +285,32 @@ def build(
 
     Args:
         config: a slug or a Config; None for the ladder's.
-        device: kept for compiling without a device; every name is refused in this version.
+        device: "gfx950" or "gfx942", to compile for it with no device; None for the one that is
+            here.
         backend: "rocm", "cuda", "cpu" or a Backend; None for the one that is here.
         text: HIP text in place of the rendered one (see :meth:`Kernel.with_source`).
 
     Raises:
-        InvalidInput: a device name was given.
+        InvalidInput: no compiler here makes code for that device, or a backend was given too.
         InvalidConfig: the slug does not parse, or the config does not fit the problem.
-        BackendUnavailable: the backend cannot run here, with what to install.
+        BackendUnavailable: the backend cannot run here, or AMD's compiler is not here, with what
+            to install.
         CompileError: with the slug, the compiler's log and the next step.
     """
-    if device is not None:
+    if device is not None and backend is not None:
         raise InvalidInput(
-            f"device {device!r}: kernels are built for the device that is here. The space of a "
-            f"device known by name can be read with explain(problem, {device!r}); leave device out "
-            "to build, and choose where with backend='rocm', 'cuda' or 'cpu'"
+            f"device {device!r} is compiled for with no device, backend {backend!r} is where "
+            "kernels run: give one of the two"
         )
-    where = _backend(backend)
+    where = _backend(backend) if device is None else offline_backend(device)
     knobs = Config.parse(config) if isinstance(config, str) else config
     if knobs is None:
         knobs = ladder.default_config(problem, where.device)
     rendered = render(problem, knobs, where.device)
     if text is not None:
         rendered = replace(rendered, text=text)
-    return Kernel(problem, knobs, module.build(rendered, where))
+    kind = Kernel if device is None else OfflineKernel
+    return kind(problem, knobs, module.build(rendered, where))
 
 
 def render(problem: Problem, config: Config, device: DeviceSpec) -> source.Source:

@@ -98,6 +98,7 @@ def test_the_package_carries_its_data_files() -> None:
     assert data >= {
         "py.typed",
         "backends/simulator.h",
+        "backends/simulator_leaves.h",
         "study/archive/hopper_quack_cells.csv",
         "study/archive/mi355x_published.csv",
     }

@@ -279,23 +279,78 @@ def test_waves_wait_for_each_other_in_a_chain(landing: Landing, order: Order) ->
 
 @each_landing
 def test_a_phase_wants_all_arrivals_and_all_bytes(landing: Landing) -> None:
-    """The first of two arrivals expects no bytes; only the parity of the phase before is over."""
+    """Nothing lands while an arrival is missing, nor for a wait for the phase before."""
     body = """
   unsigned long long* barrier = (unsigned long long*)rr_sim_lds();
-  unsigned* row = (unsigned*)(rr_sim_lds() + 16);
+  volatile unsigned* row = (volatile unsigned*)(rr_sim_lds() + 16);
   if (threadIdx.x == 0) rr_sim_barrier_init(barrier, 2);
   __syncthreads();
-  rr_sim_barrier_wait(barrier, 1);
-  if (threadIdx.x == 0) rr_sim_copy_bulk((char*)row, in, 16, barrier);
-  if (threadIdx.x == 0) rr_sim_barrier_expect(barrier, 0);
-  out[threadIdx.x] = row[threadIdx.x % 4];
-  __syncthreads();
-  if (threadIdx.x == 63) rr_sim_barrier_expect(barrier, 16);
-  rr_sim_barrier_wait(barrier, 0);
-  out[64 + threadIdx.x] = row[threadIdx.x % 4];
+  for (unsigned round = 0; round < 2; ++round, out += 4) {
+    rr_sim_barrier_wait(barrier, round ^ 1);
+    if (threadIdx.x == 0) {
+      rr_sim_barrier_expect(barrier, 0);
+      rr_sim_copy_bulk((char*)row, in + 4 * round, 16, barrier);
+    }
+    if (threadIdx.x >= 32) {
+      out[0] = row[0];
+      if (threadIdx.x == 63) rr_sim_barrier_expect(barrier, 16);
+      if (late) rr_sim_barrier_wait(barrier, round ^ 1);
+      out[1] = row[0];
+    }
+    rr_sim_barrier_wait(barrier, round);
+    out[2] = row[0];
+    __syncthreads();
+  }
 """
-    given, out = coded(4), words(2, 64)
+    given, out = coded(8), words(2, 4)
+    source = small(body, "const unsigned* in, unsigned* out, int late")
+    late_copies = np.int32(landing == "wait")
+    run(CpuBackend(32, landing=landing), source, given, out, late_copies, lds_bytes=32)
+    early = [[1000, 1000, 1000], [1004, 1004, 1004]]
+    late = [[NOTHING, NOTHING, 1000], [1000, 1000, 1004]]
+    np.testing.assert_array_equal(out[:, :3], early if landing == "issue" else late)
+
+
+@each_landing
+def test_bulk_copies_land_by_their_mbarriers(landing: Landing) -> None:
+    body = """
+  unsigned long long* barriers = (unsigned long long*)rr_sim_lds();
+  char* rows = rr_sim_lds() + 16;
+  auto ask = [&](int row, int barrier) {
+    rr_sim_barrier_expect(barriers + barrier, 16);
+    rr_sim_copy_bulk(rows + 16 * row, in + 4 * row, 16, barriers + barrier);
+  };
+  auto look = [&] {
+    for (int row = 0; row < 3; ++row) *out++ = *(volatile unsigned*)(rows + 16 * row);
+  };
+  if (threadIdx.x < 2) rr_sim_barrier_init(barriers + threadIdx.x, 1);
+  __syncthreads();
+  if (threadIdx.x == 0) ask(0, 0), ask(1, 1);
+  rr_sim_barrier_wait(barriers + 1, 0);
+  look();
+  __syncthreads();
+  if (threadIdx.x == 0) ask(2, 1);
+  rr_sim_barrier_wait(barriers, 0);
+  look();
+  rr_sim_barrier_wait(barriers + 1, 1);
+  look();
+"""
+    given, out = coded(12), words(3, 3)
     source = small(body, "const unsigned* in, unsigned* out")
-    run(CpuBackend(32, landing=landing), source, given, out, lds_bytes=32)
-    np.testing.assert_array_equal(out[1], given[LANES % 4])
-    np.testing.assert_array_equal(out[0], out[1] if landing == "issue" else NOTHING)
+    run(CpuBackend(32, landing=landing), source, given, out, block=32, lds_bytes=64)
+    landed = np.array([[0, 1, 0], [1, 1, 0], [1, 1, 1]], bool)
+    if landing == "issue":
+        landed[1, 2] = landed[0, 0] = True
+    np.testing.assert_array_equal(out, np.where(landed, [1000, 1004, 1008], NOTHING))
+
+
+def test_places_in_the_queues_are_used_again() -> None:
+    body = f"""
+  {AMD_BUFFER.format(bytes=256)}
+  for (int i = 0; i < 1025; ++i) {{
+    {AMD_COPY}(buffer, rr_sim_lds(), 4, threadIdx.x * 4, 0, 0, 0);
+    rr_sim_wait_vmcnt(1);
+  }}
+  rr_sim_wait_vmcnt(0);
+"""
+    run(CpuBackend(64), small(body, "const unsigned* in"), coded(64), lds_bytes=256)

@@ -27,6 +27,11 @@ FAULTS = {
         f"{FIRST} rr_sim_copy_bulk(lds + 16, in, 16, barrier);",
         "copies in flight when the block ends: 1",
     ),
+    "65 thousand in flight": (
+        64, RSRC + "for (int i = 0; i < 1025; ++i)",
+        f"{AMD_COPY}(buffer, lds, 4, {LANE}, 0, 0, 0);",
+        "more than 65536 copies in flight",
+    ),
     "a destination a lane": (64, RSRC, f"{AMD_COPY}(buffer, lds + {LANE}, 4, {LANE}, 0, 0, 0);",
                              "lanes of a wave with different LDS addresses"),
     "a buffer a lane": (
@@ -156,11 +161,11 @@ def test_widths_that_the_hardware_does_not_copy(wave: int, statement: str, said:
 
 @pytest.mark.parametrize("wave", [64, 32])
 def test_a_launch_begins_without_what_a_fault_left(wave: int) -> None:
-    """Of one object, whose queues and flags outlive a launch."""
+    """Of one object, whose queues and flags outlive a launch. The first wave waits for the last."""
     amd = (
         f"{RSRC} {AMD_COPY}(buffer, lds + 16, 4, {LANE}, 0, 0, 0); if (right) rr_sim_wait_vmcnt(0);"
     )
-    cuda = f"""{INIT} {FIRST} {{
+    cuda = f"""{INIT} if (threadIdx.x == 63) {{
       if (right) rr_sim_barrier_expect(barrier, 256);
       rr_sim_copy_bulk(lds + 16, in, 256, barrier);
     }}

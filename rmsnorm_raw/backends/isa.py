@@ -133,28 +133,59 @@ def replay(
             return
 
 
+class Wait(NamedTuple):
+    """A wait by ``vmcnt``, and what is in flight before it, oldest first.
+
+    Attributes:
+        instruction: the ``s_waitcnt``.
+        ends: the operations that it waits for.
+        leaves: those that may stay in flight.
+    """
+
+    instruction: Instruction
+    ends: tuple[Instruction, ...]
+    leaves: tuple[Instruction, ...]
+
+
+def waits(instructions: Sequence[Instruction], *, loop: bool) -> tuple[Wait, ...]:
+    """The waits by ``vmcnt``, with what is in flight once a loop has settled.
+
+    Args:
+        loop: the instructions are a loop's body; operations of the iterations before it count.
+    """
+    settled = {}
+    for instruction, flying in replay(instructions, loop=loop):
+        if instruction.vmcnt is not None:
+            ended = max(0, len(flying) - instruction.vmcnt)
+            settled[instruction.offset] = Wait(instruction, flying[:ended], flying[ended:])
+    return tuple(settled.values())
+
+
 def bytes_before_first_wait(instructions: Sequence[Instruction], *, loop: bool) -> int:
     """The most bytes of loads that a lane has in flight when a wait needs one of them.
 
     Weight loads in flight at that moment count too: machine code does not tell them from row loads.
 
     Args:
-        loop: the instructions are a loop's body; loads of the iterations before it count.
+        loop: as in :func:`waits`.
     """
-    most = 0
-    for instruction, flying in replay(instructions, loop=loop):
-        if instruction.vmcnt is not None:
-            sizes = [_load_bytes(each) for each in flying]
-            if any(sizes[: max(0, len(sizes) - instruction.vmcnt)]):
-                most = max(most, sum(sizes))
-    return most
+    return max(
+        (
+            sum(map(_load_bytes, wait.ends + wait.leaves))
+            for wait in waits(instructions, loop=loop)
+            if any(map(_load_bytes, wait.ends))
+        ),
+        default=0,
+    )
 
 
 def loops(instructions: Sequence[Instruction]) -> list[tuple[Instruction, ...]]:
     """The bodies of the natural loops, in the order in which they run.
 
     By dominators, since the layout misleads: the compiler enters loops in their middle, and moves
-    blocks behind a mask out of line, from where they branch backward without being a loop.
+    blocks behind a mask out of line, from where they branch backward without being a loop. Of waits
+    that a branch chooses between, the loosest is kept: an LDS ring waits for fewer operations once
+    its first rows, which have no stores before them, are done.
     """
     blocks = _blocks(instructions)
     order = _reverse_postorder(blocks)
@@ -182,14 +213,58 @@ def loops(instructions: Sequence[Instruction]) -> list[tuple[Instruction, ...]]:
                         body.add(each)
                         waiting += before[each]
     return [
-        tuple(one for each in order if each in body for one in blocks[each].instructions)
-        for body in members.values()
+        _settled_body([each for each in order if each in body], blocks) for body in members.values()
     ]
+
+
+def _settled_body(body: Sequence[int], blocks: Mapping[int, _Block]) -> tuple[Instruction, ...]:
+    """The instructions of a loop's blocks, without the tighter of waits that exclude each other.
+
+    Such waits stand in blocks that an iteration can avoid, one after the other, with scalar
+    instructions between them at most.
+    """
+    kept: list[Instruction] = []
+    choice: tuple[int, int, Instruction] | None = (
+        None  # the wait that is kept: block, count, itself
+    )
+    for each in body:
+        avoidable = _can_avoid(each, body, blocks)
+        for one in blocks[each].instructions:
+            if (count := one.vmcnt) is not None and avoidable:
+                if choice is not None and choice[0] != each:
+                    if choice[1] >= count:
+                        continue
+                    kept.remove(choice[2])
+                choice = each, count, one
+            elif one.group not in ("scalar", "wait"):
+                choice = None
+            kept.append(one)
+    return tuple(kept)
+
+
+def _can_avoid(block: int, body: Sequence[int], blocks: Mapping[int, _Block]) -> bool:
+    """Whether an iteration can go round without a block. Lanes are never all masked off."""
+    head, seen, waiting = body[0], {block}, [body[0]]
+    while waiting:
+        each = waiting.pop()
+        if each in seen or each not in body:
+            continue
+        seen.add(each)
+        followers = blocks[each].followers
+        skip = blocks[each].instructions[-1].mnemonic
+        if skip == "s_cbranch_execz":
+            followers = followers[1:]
+        elif skip == "s_cbranch_execnz":
+            followers = followers[:1]
+        if head in followers:
+            return True
+        waiting += followers
+    return False
 
 
 class _Block(NamedTuple):
     instructions: Sequence[Instruction]
-    followers: tuple[int, ...]
+    followers: tuple[int, ...]  # a branch's target first
 
 
 def _blocks(instructions: Sequence[Instruction]) -> dict[int, _Block]:

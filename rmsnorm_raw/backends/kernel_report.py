@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rmsnorm_raw.backends.isa import Instruction, bytes_before_first_wait, find_row_loop
+from rmsnorm_raw.backends import Resources
+from rmsnorm_raw.backends.isa import (
+    Instruction,
+    Wait,
+    bytes_before_first_wait,
+    find_row_loop,
+    waits,
+)
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.errors import InvalidInput
 
@@ -30,12 +37,46 @@ class Occupancy(NamedTuple):
     Attributes:
         waves_per_simd: resident waves over the four SIMDs of a CU; a fraction where the blocks do
             not spread evenly.
-        limit: what stops the next block: "hardware" (eight waves a SIMD), "registers", "LDS", or
-            "block size" (there is room for waves, and not for all those of a block).
+        limit: what stops the next block: "hardware" (eight waves a SIMD), "registers", "LDS",
+            "block size" (there is room for waves, and not for all those of a block), or "grid"
+            (there is no next block).
     """
 
     waves_per_simd: float
     limit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchReport(Resources):
+    """What a launch of a kernel takes, and what it shows of the memory path.
+
+    ``registers`` are vector registers of a lane, AGPRs included; ``spill_bytes`` is scratch.
+
+    Attributes:
+        agpr: accumulation registers among the vector registers.
+        sgpr: scalar registers of a wave.
+        vgpr_spills: vector registers that the compiler could not keep.
+        sgpr_spills: scalar registers that it could not keep.
+        dynamic_lds_bytes: LDS of a block that is given at the launch.
+        waves_per_simd: resident waves, of the fullest CU.
+        limit: what limits them; see :class:`Occupancy`.
+        bytes_before_first_wait: of a lane; see :attr:`KernelReport.bytes_before_first_wait`.
+        cu_bytes_before_first_wait: of all its resident lanes.
+        mix: instructions by kind; see :attr:`KernelReport.mix`.
+        waits: see :meth:`KernelReport.row_waits`.
+    """
+
+    agpr: int
+    sgpr: int
+    vgpr_spills: int
+    sgpr_spills: int
+    dynamic_lds_bytes: int
+    waves_per_simd: float
+    limit: str
+    bytes_before_first_wait: int
+    cu_bytes_before_first_wait: int
+    mix: dict[str, int] = field(repr=False)
+    waits: tuple[Wait, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,27 +161,68 @@ class KernelReport:
         """The instructions of :func:`.isa.find_row_loop`; () in a kernel without a row loop."""
         return find_row_loop(self.asm)
 
-    def row_waits(self) -> tuple[int, ...]:
-        """The N of every ``vmcnt(N)`` in the row loop, or in the kernel where there is none."""
-        waits = (instruction.vmcnt for instruction in self.row_loop() or self.asm)
-        return tuple(count for count in waits if count is not None)
+    def row_waits(self) -> tuple[Wait, ...]:
+        """The waits by ``vmcnt`` of the settled row loop, or of a kernel without one."""
+        body = self.row_loop()
+        return waits(body or self.asm, loop=bool(body))
 
-    def occupancy(self, block: int, dynamic_lds_bytes: int = 0) -> Occupancy:
-        """Resident waves for a launch, by registers, LDS and block size.
+    @property
+    def listing(self) -> str:
+        """The machine code as text, a line an instruction; those of the row loop begin with "|"."""
+        body = {instruction.offset for instruction in self.row_loop()}
+        return "\n".join(
+            f"{'|' if one.offset in body else ' '} {one.offset:5x}  {one.text}" for one in self.asm
+        )
+
+    def launched(self, grid: int, block: int, dynamic_lds_bytes: int = 0) -> LaunchReport:
+        """The report of one launch.
 
         Args:
+            grid: blocks.
             block: threads of a block.
             dynamic_lds_bytes: LDS given at the launch.
 
         Raises:
+            InvalidInput: see :meth:`occupancy`.
+        """
+        waves, limit = self.occupancy(block, dynamic_lds_bytes, grid)
+        lane_bytes = self.bytes_before_first_wait
+        return LaunchReport(
+            registers=self.vgpr,
+            lds_bytes=self.lds_bytes,
+            spill_bytes=self.scratch_bytes,
+            agpr=self.agpr,
+            sgpr=self.sgpr,
+            vgpr_spills=self.vgpr_spills,
+            sgpr_spills=self.sgpr_spills,
+            dynamic_lds_bytes=dynamic_lds_bytes,
+            waves_per_simd=waves,
+            limit=limit,
+            bytes_before_first_wait=lane_bytes,
+            cu_bytes_before_first_wait=int(waves * SIMDS * self.wave * lane_bytes),
+            mix=dict(sorted(self.mix.items())),
+            waits=self.row_waits(),
+        )
+
+    def occupancy(
+        self, block: int, dynamic_lds_bytes: int = 0, grid: int | None = None
+    ) -> Occupancy:
+        """Resident waves for a launch, by registers, LDS, block size and grid.
+
+        Args:
+            block: threads of a block.
+            dynamic_lds_bytes: LDS given at the launch.
+            grid: blocks; None for as many as fit. The fullest CU counts.
+
+        Raises:
             InvalidInput: the launch would fail: too many threads, or too much LDS.
         """
-        lds_bytes, file_bytes = self.lds_bytes + dynamic_lds_bytes, KNOWN[self.arch].lds_bytes
-        if not 0 < block <= self.max_flat_workgroup_size or lds_bytes > file_bytes:
+        device, lds_bytes = KNOWN[self.arch], self.lds_bytes + dynamic_lds_bytes
+        if not 0 < block <= self.max_flat_workgroup_size or lds_bytes > device.lds_bytes:
             raise InvalidInput(
                 f"{self.name} cannot be launched with {block} threads and {lds_bytes} bytes of "
                 f"LDS: it is built for at most {self.max_flat_workgroup_size} threads, and "
-                f"{self.arch} has {file_bytes} bytes"
+                f"{self.arch} has {device.lds_bytes} bytes"
             )
         waves_of_block = -(-block // self.wave)
         by_registers = self._waves_by_registers()
@@ -152,8 +234,10 @@ class KernelReport:
             limit = "registers"
         granule = LDS_GRANULE_BYTES[self.arch]
         taken = -(-lds_bytes // granule) * granule
-        if taken and file_bytes // taken < blocks:
-            blocks, limit = file_bytes // taken, "LDS"
+        if taken and device.lds_bytes // taken < blocks:
+            blocks, limit = device.lds_bytes // taken, "LDS"
+        if grid is not None and -(-grid // device.compute_units) < blocks:
+            blocks, limit = -(-grid // device.compute_units), "grid"
         return Occupancy(blocks * waves_of_block / SIMDS, limit)
 
     def _waves_by_registers(self) -> int:

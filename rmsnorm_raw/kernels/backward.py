@@ -232,7 +232,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
     const RowResult result = sum_row(given, x_kept, dout_kept, area);
     given = load_rstd(row + step);
     area ^= 1;
-    if (RR_BULK && (ROW_WAVES == 1 || !SUMS_NEEDED)) __syncthreads();
+    if (RR_BULK && !SUMS_NEEDED) __syncthreads();
     if (RR_BULK) ring.refill(row, step);
     if (RR_REREAD) {
       ring.read(0, x_kept);

@@ -159,7 +159,6 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
     ring.read(0, kept);
     const float scale = sum_row(row, kept, area);
     area ^= 1;
-    if (RR_BULK && ROW_WAVES == 1) __syncthreads();
     if (RR_BULK) ring.refill(row, step);
     if (RR_REREAD) ring.read(0, kept);
     store_row(row, kept, scale);

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rmsnorm_raw.backends.offline import VARIABLE, find_libraries, rocm_release
+from rmsnorm_raw.backends.rocm_libraries import VARIABLE, find_libraries, rocm_release
 from rmsnorm_raw.errors import BackendUnavailable
 
 FOUND: tuple[Path, ...] = ()

@@ -58,6 +58,7 @@ template <int BYTES> RR_FN void wait_read(Words<BYTES>& value) {
 #define barrier_init(barrier, arrivals) rr_sim_barrier_init(barrier, arrivals)
 #define barrier_expect(barrier, bytes) rr_sim_barrier_expect(barrier, bytes)
 #define barrier_wait(barrier, parity) rr_sim_barrier_wait(barrier, parity)
+#define barrier_invalidate(barrier)
 #define copy_bulk(to, from, bytes, barrier) rr_sim_copy_bulk(to, from, bytes, barrier)
 #else
 RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -87,6 +88,9 @@ RR_FN void barrier_wait(u64* barrier, u32 parity) {
       "{\n.reg .pred done;\nWAIT_%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT_%=;\n}"
       ::"r"(lds_address(barrier)), "r"(parity) : "memory");
+}
+RR_FN void barrier_invalidate(u64* barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(lds_address(barrier)) : "memory");
 }
 #define RR_BULK_COPY "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 RR_FN void copy_bulk(char* to, const void* from, u32 bytes, u64* barrier) {
@@ -194,8 +198,8 @@ struct Ring {
   }
 
   // Asks for the next row. The stage before `now` is free, and lanes refill it before they wait.
-  // The bulk engine could write into what others still read, so it refills after the row's barrier:
-  // then `now` itself is free too, unless the row is to be read again.
+  // The bulk engine could write into what others still read, so it refills after the row's sum, for
+  // which every lane has read: then `now` itself is free too, unless the row is to be read again.
   RR_FN void refill(i64 row, i64 step) {
     if (RR_BULK && !RR_REREAD) {
       fill(now, row + RR_STAGES * step);
@@ -251,7 +255,13 @@ struct Ring {
 
   // Nothing is in flight any more: LDS may be used for something else, or given back.
   RR_FN void close() {
-#if RR_AMD
+#if RR_BULK
+    __syncthreads();
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int stage = 0; stage < RR_STAGES; ++stage) barrier_invalidate(barriers + stage);
+    }
+#elif RR_AMD
     wait_memory<0>();
 #endif
   }

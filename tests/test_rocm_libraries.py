@@ -8,28 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rmsnorm_raw.backends import offline
-from rmsnorm_raw.backends.offline import compile_offline, fetch_wheel, find_libraries
-from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.backends import rocm_libraries
+from rmsnorm_raw.backends.offline import compile_offline
+from rmsnorm_raw.backends.rocm_libraries import fetch_wheel, find_libraries
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
-from rmsnorm_raw.ladder import default_config
-from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.source import Source, render
+from rmsnorm_raw.source import Source
 
 EMPTY = Source("empty.hip", 'extern "C" __global__ void empty() {}\n', (), ("empty",))
-
-
-@pytest.mark.parametrize("arch", ["gfx90a", "gfx9999", "sm_90"])
-def test_an_unknown_architecture(arch: str) -> None:
-    with pytest.raises(InvalidInput, match="use one of gfx950, gfx942"):
-        compile_offline(EMPTY, arch)
-
-
-def test_a_source_of_another_architecture() -> None:
-    problem = Problem.forward(64, 1024, "bf16")
-    source = render(problem, default_config(problem, KNOWN["gfx942"]), KNOWN["gfx942"])
-    with pytest.raises(InvalidInput, match="rendered for gfx942: render it for gfx950"):
-        compile_offline(source, "gfx950")
 
 
 # ---- finding the libraries -----------------------------------------------------------------------
@@ -37,7 +22,7 @@ def test_a_source_of_another_architecture() -> None:
 
 def fake_libraries(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    for name in offline.NEEDED:
+    for name in rocm_libraries.NEEDED:
         (folder / name).touch()
     return folder
 
@@ -45,7 +30,7 @@ def fake_libraries(folder: Path) -> Path:
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without ROCm: no variables, an empty cache, nothing in ``tmp_path / "rocm"``."""
-    for name in (offline.VARIABLE, "ROCM_HOME"):
+    for name in (rocm_libraries.VARIABLE, "ROCM_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
@@ -58,8 +43,8 @@ def test_without_rocm_the_message_names_the_command(bare: Path) -> None:
 
 
 def test_installed_rocm_comes_before_the_wheels(bare: Path) -> None:
-    newer = fake_libraries(offline.wheel_folder("7.2.4"))
-    older = fake_libraries(offline.wheel_folder("7.0.0"))
+    newer = fake_libraries(rocm_libraries.wheel_folder("7.2.4"))
+    older = fake_libraries(rocm_libraries.wheel_folder("7.0.0"))
     assert find_libraries() == (older, newer)
     installed = fake_libraries(bare / "rocm" / "lib")
     assert find_libraries() == (installed, older, newer)
@@ -68,7 +53,7 @@ def test_installed_rocm_comes_before_the_wheels(bare: Path) -> None:
 def test_the_variable_comes_before_all(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_libraries(bare / "rocm" / "lib")
     one, other = fake_libraries(bare / "one"), fake_libraries(bare / "other")
-    monkeypatch.setenv(offline.VARIABLE, f"{one}:{other}")
+    monkeypatch.setenv(rocm_libraries.VARIABLE, f"{one}:{other}")
     assert find_libraries() == (one, other)
 
 
@@ -76,7 +61,7 @@ def test_a_variable_that_names_nothing_is_not_passed_over(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_libraries(bare / "rocm" / "lib")
-    monkeypatch.setenv(offline.VARIABLE, str(bare / "absent"))
+    monkeypatch.setenv(rocm_libraries.VARIABLE, str(bare / "absent"))
     with pytest.raises(BackendUnavailable, match=r"absent has no libhiprtc\.so\.7"):
         find_libraries()
 
@@ -110,7 +95,7 @@ def index(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.writestr("vapoursynth/plugins/libplugin.so", "left alone")
         archive.writestr(
             f"{info}/METADATA",
-            f"Metadata-Version: 2.1\nName: {offline.PACKAGE}\nVersion: 10\n"
+            f"Metadata-Version: 2.1\nName: {rocm_libraries.PACKAGE}\nVersion: 10\n"
             "Requires-Python: >=3.12\n",
         )
         archive.writestr(
@@ -125,16 +110,16 @@ def index(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def trust(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setitem(offline.WHEELS, "7.0.0", offline.Wheel("10", digest))
+    monkeypatch.setitem(rocm_libraries.WHEELS, "7.0.0", rocm_libraries.Wheel("10", digest))
 
 
 def test_a_fetched_wheel_is_found(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trust(index, monkeypatch)
     folder = fetch_wheel("7.0.0")
     assert find_libraries() == (folder,)
-    assert {each.name for each in folder.iterdir()} == {*FILES, *offline.LINKED}
+    assert {each.name for each in folder.iterdir()} == {*FILES, *rocm_libraries.LINKED}
     assert (folder / "libhiprtc.so.7").read_text() == FILES[0]
-    assert offline.rocm_release(folder) == "7.0.0"
+    assert rocm_libraries.rocm_release(folder) == "7.0.0"
     index.unlink()
     assert fetch_wheel("7.0.0") == folder  # what is here is not fetched again
 
@@ -142,12 +127,12 @@ def test_a_fetched_wheel_is_found(index: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_wheel_of_another_hash_is_refused(index: Path, bare: Path) -> None:
     with pytest.raises(BackendUnavailable, match="not the file that this version") as caught:
         fetch_wheel("7.0.0", bare / "target")
-    assert offline.WHEELS["7.0.0"].sha256 in str(caught.value)
+    assert rocm_libraries.WHEELS["7.0.0"].sha256 in str(caught.value)
     assert not (bare / "target").exists()
 
 
 def test_a_wheel_that_is_not_to_be_had(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert offline.main(["fetch", "7.2.4"]) == 1
+    assert rocm_libraries.main(["fetch", "7.2.4"]) == 1
     message = capfd.readouterr().err
     assert "10.3 could not be downloaded" in message
     assert "check pip and the network" in message

@@ -1,0 +1,345 @@
+"""The suites' session and their table.
+
+``pytest perf --benchmark-only`` times our kernel and its peers on the study's 90 cells, each after
+its gate. The warm-up, and how many copies of a queue-ahead the host's cost wants, are those of
+:mod:`rmsnorm_raw.measure`; the rounds are pytest-benchmark's, on the clock of ``clock.py``. A round
+whose host was late is dropped and counted. Probes run before the first cell and after the last.
+
+Without a GPU the suites run our kernel in the simulator, at few rows; its times are marked as
+simulated and mean nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import bars
+import pytest
+from clock import Clock, Rounds
+
+from rmsnorm_raw import bandwidth, environment, measure, workbench
+from rmsnorm_raw.backends import get_backend
+from rmsnorm_raw.problem import SHORT_NAME, Op, Problem
+from rmsnorm_raw.stats import MIN_SAMPLES
+from rmsnorm_raw.study import sweep
+from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
+from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
+
+#: the device is busy for under 10 s of a session at this count, whatever the peers take
+ROUNDS = 60
+SIMULATED_ROWS = 4
+COLUMNS = ("provider", "version", *sweep.COLUMNS, "prepare_s", "times_us")
+
+
+# ---- the session ---------------------------------------------------------------------------------
+
+
+class Session:
+    """What the cells of one pytest session share."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.out: Path | None = config.getoption("--out")
+        self.beyond: bool = config.getoption("--beyond")
+        self.backend = get_backend()
+        self.stream = current_stream(self.backend)
+        self.clock = Clock(self.backend, self.stream)
+        everyone = providers(quack_search=config.getoption("--quack-search"))
+        self.providers = everyone[:1] if self.backend.device.simulated else everyone
+        self._args = config.invocation_params.args
+        self._began = perf_counter()
+        self.opening: bandwidth.Roofline | None = None
+        self.closing: bandwidth.Roofline | None = None
+        self.rows: list[dict[str, str]] = []
+        self.infos: list[dict[str, Any]] = []
+        self._cell: Cell | None = None
+
+    @property
+    def simulated(self) -> bool:
+        return self.backend.device.simulated
+
+    def contests(self, op: Op) -> Iterator[tuple[Problem, Provider]]:
+        """(problem, provider) of a suite, the providers of a cell one after another."""
+        study = [problem for problem in cells() if problem.op == op]
+        for problem, provider in itertools.product(study, self.providers):
+            if provider.serves(problem):
+                yield problem, provider
+        if self.beyond:
+            make = Problem.forward if op == "forward" else Problem.backward
+            for (rows, cols), provider in itertools.product(bars.BEYOND, self.providers):
+                if provider.name in ("ours", "quack"):
+                    yield make(rows, cols, "bf16"), provider
+
+    def build_ahead(self, problems: set[Problem]) -> None:
+        """Compile our kernels, a core each; an error is left for the cell that meets it again."""
+        chosen = [self.cell(problem) for problem in problems]
+        rendered = [workbench.render(c.problem, c.config, self.backend.device) for c in chosen]
+        sources = {source.digest: source for source in rendered}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            wait([pool.submit(self.backend.compile, source) for source in sources.values()])
+
+    def cell(self, problem: Problem) -> Cell:
+        """The cell of a problem; the tensors of the cell before it are let go."""
+        config = workbench.default_config(problem, self.backend.device)
+        if self.simulated:
+            problem = replace(problem, rows=min(problem.rows, SIMULATED_ROWS))
+        if self._cell is None or self._cell.problem != problem:
+            self._cell = Cell(problem, config, self.backend, self.stream)
+        return self._cell
+
+    def run(self, benchmark: Any, problem: Problem, provider: Provider) -> None:
+        """Gate a provider on a cell, time it and write its row, whatever comes of it."""
+        cell = self.cell(problem)
+        row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(
+            problem, cell.config, self.backend.device
+        )
+        row |= {"provider": provider.name, "version": provider.version}
+        row |= {"rows_run": str(cell.problem.rows), "config": ""}
+        try:
+            row |= self._timed(benchmark, cell, provider)
+        except Exception as error:
+            self._write(row | {"verdict": type(error).__name__, "note": str(error)})
+            raise
+        self._write(row)
+        if row["times_us"]:
+            benchmark.extra_info |= _info(row, provider, cell.problem)
+            self.infos.append(benchmark.extra_info)
+
+    def _timed(self, benchmark: Any, cell: Cell, provider: Provider) -> dict[str, str]:
+        began = perf_counter()
+        contender = provider.prepare(cell)
+        warm = measure.time_calls(
+            contender.calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
+        )
+        prepare_s = perf_counter() - began
+        # one copy more than the timer wanted: here pytest-benchmark's own work is host time too
+        one_copy = measure.EVICTED_CACHES * self.backend.device.last_level_cache_bytes
+        copies = 0 if self.simulated else warm.evicted_bytes // one_copy + 1
+        rounds = Rounds(self.clock, contender.calls, copies)
+        count = MIN_SAMPLES if self.simulated else ROUNDS
+        benchmark.pedantic(rounds.run, setup=rounds.setup, rounds=count)
+        if not benchmark.enabled:  # --benchmark-disable: run once, no times
+            return {"verdict": "PASS", "config": contender.config}
+        late_us = [0.0] * count if self.simulated else rounds.late_us()
+        data = benchmark.stats.stats.data
+        data[:] = [took_s for took_s, late in zip(data, late_us, strict=True) if late <= 0]
+        if len(data) < count // 2:
+            benchmark.has_error = True
+            raise measure.Unmeasurable(
+                f"the host was late in {count - len(data)} of {count} rounds, by up to "
+                f"{max(late_us):.0f} us behind {copies} copies: another process may have the cores"
+            )
+        samples = measure.Samples(
+            tuple(took_s * 1e6 for took_s in data), "cold", f"{count} rounds", len(contender.calls),
+            evicted_bytes=rounds.evicted_bytes, discarded=count - len(data),
+            late_us=max(0.0, *late_us), simulated=self.simulated,
+        )  # fmt: skip
+        return sweep.time_columns(cell.problem, contender.verdict, samples, self.opening) | {
+            "config": contender.config,
+            "prepare_s": f"{prepare_s:.2f}",
+            "times_us": " ".join(f"{took_us:.3f}" for took_us in samples.times_us),
+        }
+
+    def _write(self, row: dict[str, str]) -> None:
+        """Append to perf.csv at once, so that an interrupted session keeps what it has."""
+        self.rows.append(row)
+        if self.out is not None:
+            first = len(self.rows) == 1
+            with (self.out / "perf.csv").open("w" if first else "a", newline="") as file:
+                table = csv.DictWriter(file, COLUMNS)
+                if first:
+                    table.writeheader()
+                table.writerow(row)
+
+    def results(self) -> bars.Results:
+        rows: dict[bars.Key, dict[str, bars.Row]] = {}
+        for row in self.rows:
+            rows.setdefault(bars.key_of(row), {})[row["provider"]] = row
+        return bars.Results(rows, self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What a run stands on, beside :func:`environment.collect`."""
+        opening, closing = self.opening, self.closing
+        return {
+            "command": ["pytest", *self._args],
+            "backend": self.backend.name,
+            "device": asdict(self.backend.device),
+            "simulated": self.simulated,
+            "beyond": self.beyond,
+            "providers": {p.name: p.missing() or f"{p.module} {p.version}" for p in self.providers},
+            "roofline_opening": opening and sweep.roofline_facts(opening),
+            "roofline_closing": closing and sweep.roofline_facts(closing),
+            "drift_pct": opening and closing and opening.drift_pct(closing),
+            "suspect": bool(opening and closing and opening.is_suspect(closing)),
+            "wall_s": perf_counter() - self._began,
+        }
+
+    def finish(self) -> None:
+        """The closing probes, the ratios to the best peer, environment.json."""
+        if self.opening is not None:
+            self.closing = bandwidth.remeasure(self.opening, self.backend, stream=self.stream)
+        run = self.results()
+        timed = (row for row in self.rows if row["times_us"])
+        for row, info in zip(timed, self.infos, strict=True):
+            peers = run.timed(bars.key_of(row), *bars.PEERS)
+            if row["provider"] == bars.OURS and peers and not self.simulated:
+                info["best_peer"] = peers[0]["provider"]
+                info["best_peer_ratio"] = bars.ratio(peers[0], row).ratio
+        if self.out is not None:
+            environment.write(self.out / "environment.json", run.facts)
+
+
+def _info(row: dict[str, str], provider: Provider, problem: Problem) -> dict[str, Any]:
+    percent = {f"pct_{probe}" for probe in sweep.PERCENT_OF}
+    return {
+        "provider": provider.name,
+        "module": provider.module,
+        "version": row["version"],
+        "slug": row["config"],
+        "verdict": row["verdict"],
+        "simulated": row["simulated"] == "true",
+        "rows_run": problem.rows,
+        "bytes": problem.logical_bytes(),
+        "discarded": int(row["discarded"]),
+        **{name: float(row[name]) for name in sorted({"gbps", *percent}) if row[name]},
+    }
+
+
+# ---- pytest --------------------------------------------------------------------------------------
+
+SESSION = pytest.StashKey[Session]()
+
+
+def session_of(config: pytest.Config) -> Session:
+    if SESSION not in config.stash:
+        config.stash[SESSION] = Session(config)
+    return config.stash[SESSION]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rmsnorm_raw")
+    group.addoption(
+        "--out", type=Path, metavar="DIR", help="write perf.csv and environment.json there"
+    )
+    group.addoption(
+        "--beyond",
+        action="store_true",
+        help="also the shapes beyond the study that perf/bars.py names, beside Quack",
+    )
+    group.addoption(
+        "--quack-search",
+        action="store_true",
+        help="quack_searched searches every cell itself, 10 to 100 s each",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError("the suites need pytest-benchmark: pip install 'rmsnorm-raw[perf]'")
+    if (out := config.getoption("--out")) is not None:
+        out.mkdir(parents=True, exist_ok=True)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    session = session_of(metafunc.config)
+    contests = []
+    for problem, provider in session.contests(metafunc.module.OP):
+        cell = _cell_id(problem)
+        mark = pytest.mark.benchmark(group=cell, timer=session.clock)
+        contests.append(pytest.param(problem, provider, id=f"{cell}-{provider.name}", marks=mark))
+    metafunc.parametrize(("problem", "provider"), contests)
+
+
+def _cell_id(problem: Problem) -> str:
+    act, weight = SHORT_NAME[problem.dtype], SHORT_NAME[problem.weight_dtype or ""]
+    return f"{ARCHIVE_NAME[problem.op]}-{problem.rows}x{problem.cols}-{act}-{weight}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Our kernels built, the probes measured, before and after everything else."""
+    session = session_of(request.config)
+    mine = (item for item in request.session.items if "timed" in item.fixturenames)
+    chosen = [item.callspec.params for item in mine]
+    session.build_ahead({p["problem"] for p in chosen if p["provider"].name == bars.OURS})
+    if not session.simulated:
+        session.opening = bandwidth.roofline(session.backend, stream=session.stream)
+    yield
+    session.finish()
+
+
+@pytest.fixture
+def timed(benchmark: Any, request: pytest.FixtureRequest) -> Callable[[Problem, Provider], None]:
+    """Gates and times a provider on a problem; skips one that is not installed."""
+
+    def run(problem: Problem, provider: Provider) -> None:
+        if reason := provider.missing():
+            benchmark.skipped = True
+            pytest.skip(reason)
+        benchmark.params = {"problem": str(problem), "provider": provider.name}
+        session_of(request.config).run(benchmark, problem, provider)
+
+    return run
+
+
+def pytest_benchmark_update_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any]
+) -> None:
+    machine_info["rmsnorm_raw"] = environment.collect() | session_of(config).facts()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    session = config.stash.get(SESSION, None)
+    if session is not None and session.rows:
+        terminalreporter.section("rmsnorm_raw beside its peers")
+        for line in table(session):
+            terminalreporter.write_line(line)
+
+
+def table(session: Session) -> Iterator[str]:
+    """A line a provider and cell, then what they come to."""
+    run = session.results()
+    if session.simulated:
+        yield "times are simulated: they mean nothing"
+    unit = "sim. us" if session.simulated else "us"
+    yield (
+        f"{'cell':<28} {'provider':<14} {unit:>9} {'GB/s':>7} {'% best':>7} {'% match':>7}  "
+        "peer / ours [95 %]"
+    )
+    for key, rows in run.rows.items():
+        op, m, n, act, weight = key
+        ours = run.timed(key, bars.OURS)
+        for row in rows.values():
+            head = f"{f'{op}-{m}x{n}-{act}-{weight}':<28} {row['provider']:<14}"
+            if not row["times_us"]:
+                yield f"{head} {row['verdict']}: {row['note'].partition(chr(10))[0]}"
+                continue
+            figures = (row[name] or "-" for name in ("gbps", "pct_best", "pct_matched"))
+            line = f"{head} {bars.median_us(row):9.2f} " + " ".join(f"{it:>7}" for it in figures)
+            if ours and row["provider"] != bars.OURS:
+                found = bars.ratio(row, ours[0])
+                line += f"  {found.ratio:.3f} [{found.low:.3f}, {found.high:.3f}]"
+            yield line
+    for op, provider in itertools.product(ARCHIVE_NAME.values(), bars.PEERS):
+        if ratios := bars.mean_of(run, op, provider):
+            mean, low, high = bars.geometric_mean(ratios)
+            yield (
+                f"{op}, geometric mean over {len(ratios)} cells, {provider} / ours: "
+                f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+            )
+    if session.opening and session.closing:
+        for before in session.opening.readings:
+            after = session.closing.reading(before.probe)
+            yield f"probe {before.probe}: {before.gbps:.1f} GB/s, at the end {after.gbps:.1f}"
+        if session.opening.is_suspect(session.closing):
+            yield "SUSPECT: a probe moved by more than 2 %: let the device rest and repeat"

@@ -1,0 +1,129 @@
+"""What each technique is worth: the ladder's config with one knob changed at a time.
+
+    python -m perf.techniques [--out DIR]
+
+Prints a table for 32768x8192 and 32768x1024 bf16, both operations, and writes techniques.csv and
+environment.json. The ladder's config is timed first and last; a change is its time over the mean of
+the two. Configs that the space refuses are listed with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from rmsnorm_raw import environment
+from rmsnorm_raw.backends import Backend, get_backend
+from rmsnorm_raw.check import require, verify
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.ladder import default_config
+from rmsnorm_raw.measure import Samples, measure
+from rmsnorm_raw.module import Binary, build
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.source import render
+from rmsnorm_raw.space import PROGRAMS, reject_reason
+
+COLUMNS = ("op", "m", "n", "technique", "config", "median_us", "low_us", "high_us", "change_pct")
+
+
+def variants(base: Config, problem: Problem) -> Iterator[tuple[str, Config]]:
+    """(technique, config) with one knob of ``base`` changed."""
+    forward = problem.op == "forward"
+    resident = max(1, min(4, 512 // base.block)) if forward else base.programs
+    plain = replace(base, path="registers", stages=0, bulk=False, reread=False)
+    yield "rows kept in registers", replace(plain, programs=0 if forward else base.programs)
+    yield "ping-pong", replace(plain, path="pingpong", programs=resident)
+    lanes = replace(plain, path="lds", stages=3, load_policy="default", programs=resident)
+    yield "ring of 3, copied by lanes", lanes
+    for stages in (2, 3, 4, 6):
+        ring = replace(plain, path="lds", stages=stages, bulk=True, programs=resident)
+        yield f"ring of {stages}, bulk copies", ring
+    yield (
+        "ring of 3, read again",
+        replace(plain, path="lds", stages=3, bulk=True, reread=True, programs=resident),
+    )
+    yield "no policy", replace(base, load_policy="default", store_policy="default")
+    yield "loads kept", replace(base, load_policy="keep", store_policy="default")
+    yield "stores streamed", replace(base, load_policy="default", store_policy="stream")
+    yield "loads kept, stores streamed", replace(base, load_policy="keep", store_policy="stream")
+    yield "loads streamed", replace(base, load_policy="stream", store_policy="default")
+    yield "8-byte vectors", replace(base, vec=8)
+    for factor in (2, 4):
+        if base.threads_per_row * factor <= 1024:
+            row = base.threads_per_row * factor
+            yield (
+                f"{row} lanes a row",
+                replace(base, block=max(base.block, row), threads_per_row=row),
+            )
+        row = base.threads_per_row // factor
+        yield f"{row} lanes a row", replace(base, threads_per_row=row)
+    for block in (128, 256, 512, 1024):
+        if block >= base.threads_per_row and block != base.block:
+            yield f"blocks of {block}", replace(base, block=block)
+    if not forward:
+        for programs in PROGRAMS:
+            if programs != base.programs:
+                yield f"{programs} programs", replace(base, programs=programs)
+
+
+def run(problem: Problem, backend: Backend) -> Iterator[dict[str, str]]:
+    """Rows of the table for one problem."""
+    base = default_config(problem, backend.device)
+    planned = [("the ladder", base), *variants(base, problem), ("the ladder again", base)]
+    fits = {c for _, c in planned if reject_reason(problem, backend.device, c) is None}
+
+    def built(config: Config) -> Binary:
+        return build(render(problem, config, backend.device), backend)
+
+    with ThreadPoolExecutor() as pool:
+        binaries = dict(zip(fits, pool.map(built, fits), strict=True))
+    times: dict[int, Samples] = {}
+    for at, (_, config) in enumerate(planned):
+        if config in binaries:
+            verdict = verify(problem, config, binaries[config], seed=1)
+            require(verdict, problem, config)
+            times[at] = measure(problem, config, binaries[config], verdict, budget_s=0.3)
+    reference_us = (times[0].median_us + times[len(planned) - 1].median_us) / 2
+    for at, (technique, config) in enumerate(planned):
+        row = {"op": problem.op, "m": str(problem.rows), "n": str(problem.cols)}
+        row |= {"technique": technique, "config": config.slug}
+        if at in times:
+            taken = times[at]
+            row |= {"median_us": f"{taken.median_us:.2f}", "low_us": f"{taken.low_us:.2f}"}
+            row |= {"high_us": f"{taken.high_us:.2f}"}
+            row["change_pct"] = f"{100 * (taken.median_us / reference_us - 1):+.1f}"
+        else:
+            row["change_pct"] = f"({reject_reason(problem, backend.device, config)})"
+        yield row
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results/techniques"))
+    out: Path = parser.parse_args().out
+    backend = get_backend()
+    out.mkdir(parents=True, exist_ok=True)
+    environment.write(out / "environment.json", {"command": "python -m perf.techniques"})
+    with (out / "techniques.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        for make in (Problem.forward, Problem.backward):
+            for cols in (8192, 1024):
+                problem = make(32768, cols, "bf16")
+                print(f"\n{problem} on {backend.device.name}")
+                for row in run(problem, backend):
+                    table.writerow(row)
+                    file.flush()
+                    us = row.get("median_us", "-")
+                    print(
+                        f"  {row['technique']:28} {us:>8} us {row['change_pct']:>7} %  {row['config']}"
+                    )
+
+
+if __name__ == "__main__":
+    main()
