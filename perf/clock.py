@@ -3,7 +3,7 @@
 Its timer gives stamps: recorded events. The difference of two waits for the second and is seconds
 of the device. A pedantic round then is what a sample is in :mod:`rmsnorm_raw.measure`: ``setup``
 stamps, enqueues the copies that evict the caches and hands out the next clone's call, none of it
-waiting for the device. :meth:`Rounds.late_us` says afterwards which rounds that module's rule drops.
+waiting for the device. Which rounds to drop by that module's rule, :meth:`Rounds.late_us` says.
 """
 
 from __future__ import annotations

@@ -93,7 +93,9 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 def test_the_package_carries_its_data_files() -> None:
     data = {
-        relative(path) for path in PACKAGE.rglob("*") if path.suffix in (".csv", ".h", ".typed")
+        relative(path)
+        for path in PACKAGE.rglob("*")
+        if path.suffix in (".csv", ".h", ".json", ".typed")
     }
     assert data >= {
         "py.typed",
@@ -101,6 +103,7 @@ def test_the_package_carries_its_data_files() -> None:
         "backends/simulator_leaves.h",
         "study/archive/hopper_quack_cells.csv",
         "study/archive/mi355x_published.csv",
+        "study/archive/quack_searched.json",
     }
 
 

@@ -12,6 +12,7 @@ from rmsnorm_raw.backends.isa import (
     find_row_loop,
     loops,
     replay,
+    waits,
 )
 
 LOAD = "global_load_dwordx4 v[0:3], v[4:5], off"
@@ -151,6 +152,18 @@ def test_a_loop_without_waits_stops_at_the_counter() -> None:
     assert max(len(flying) for _, flying in seen) == MAX_VMCNT
 
 
+def test_a_wait_names_what_it_ends_and_what_it_leaves() -> None:
+    body = code(COPY, COPY, wait(3), STORE, "s_cbranch_scc1 @0", "s_endpgm")
+    (found,) = waits(body[:-1], loop=True)
+    # once settled: the copies of the row before, after the store of the one before that
+    row = ["global store 16 B", "buffer load to LDS 16 B", "buffer load to LDS 16 B"]
+    assert found.instruction is body[2]
+    assert [each.group for each in found.ends] == row
+    assert [each.group for each in found.leaves] == row
+    (first,) = waits(body, loop=False)
+    assert (first.ends, len(first.leaves)) == ((), 2)
+
+
 # ---- loops ---------------------------------------------------------------------------------------
 
 
@@ -207,3 +220,49 @@ def test_the_row_loop_is_an_inner_one() -> None:
     body = code("s_nop 0", LOAD, LOAD, STORE, "s_cbranch_scc1 @2", "s_cbranch_scc1 @1", "s_endpgm")
     assert [len(each) for each in sorted(loops(body), key=len)] == [3, 5]
     assert offsets(find_row_loop(body)) == [2, 3, 4]
+
+
+# ---- waits that exclude each other ---------------------------------------------------------------
+
+
+def counts(body: tuple[Instruction, ...]) -> list[int | None]:
+    return [each.vmcnt for each in body if each.vmcnt is not None]
+
+
+def test_of_two_waits_that_a_flag_chooses_between_the_loosest_is_the_loops() -> None:
+    # as hiprtc 7.0.0 does: the first sets the flag that skips the second
+    body = code(
+        COPY, "s_mov_b64 vcc, -1", "s_cbranch_scc0 @5", wait(2), "s_mov_b64 vcc, 0",
+        "s_cbranch_vccnz @7", wait(1), STORE, "s_cbranch_scc1 @0", "s_endpgm",
+    )  # fmt: skip
+    assert counts(find_row_loop(body)) == [2]
+
+
+def test_of_two_waits_in_the_branches_of_a_choice_the_loosest_is_the_loops() -> None:
+    # as hiprtc 7.2.4 does: one way leads out of line, the other over a branch that is always taken
+    body = code(
+        COPY, "s_cbranch_scc0 @9", wait(1), "s_mov_b32 s0, 2", "s_cbranch_execnz @6", wait(2),
+        STORE, "s_cbranch_scc1 @0", "s_endpgm", "s_mov_b32 s0, 2", "s_branch @5",
+    )  # fmt: skip
+    assert counts(find_row_loop(body)) == [2]
+
+
+def test_waits_that_follow_each_other_are_all_the_loops() -> None:
+    in_line = code(LOAD, LOAD, wait(1), wait(0), STORE, "s_cbranch_scc1 @0", "s_endpgm")
+    assert counts(find_row_loop(in_line)) == [1, 0]
+    # behind a mask, which never hides all lanes
+    masked = code(
+        LOAD, LOAD, wait(1), "s_cbranch_execz @5", wait(0), STORE, "s_cbranch_scc1 @0", "s_endpgm"
+    )
+    assert counts(find_row_loop(masked)) == [1, 0]
+    # on one side of a branch, and each before work of its own
+    aside = code(
+        LOAD, LOAD, "s_cbranch_scc0 @7", wait(1), wait(0), STORE, STORE, "s_cbranch_scc1 @0",
+        "s_endpgm",
+    )  # fmt: skip
+    assert counts(find_row_loop(aside)) == [1, 0]
+    apart = code(
+        LOAD, LOAD, "s_cbranch_scc0 @5", wait(1), STORE, "s_cbranch_vccz @8", wait(0), STORE,
+        "s_cbranch_scc1 @0", "s_endpgm",
+    )  # fmt: skip
+    assert counts(find_row_loop(apart)) == [1, 0]

@@ -15,7 +15,12 @@ ASM = (
 
 
 def report(
-    arch: str = "gfx950", vgpr: int = 32, sgpr: int = 32, lds_bytes: int = 0, bound: int = 1024
+    arch: str = "gfx950",
+    vgpr: int = 32,
+    sgpr: int = 32,
+    lds_bytes: int = 0,
+    bound: int = 1024,
+    asm: tuple[tuple[int, str], ...] = ASM,
 ) -> KernelReport:
     metadata = {
         ".name": "k", ".vgpr_count": str(vgpr), ".agpr_count": "0", ".sgpr_count": str(sgpr),
@@ -23,7 +28,7 @@ def report(
         ".group_segment_fixed_size": str(lds_bytes), ".max_flat_workgroup_size": str(bound),
         ".wavefront_size": "64", ".kernarg_segment_size": "64",
     }  # fmt: skip
-    return KernelReport.read(arch, metadata, ASM)
+    return KernelReport.read(arch, metadata, asm)
 
 
 # the steps that LLVM's Occupancy remark shows for gfx90a and later
@@ -67,5 +72,42 @@ def test_a_report_sums_up_its_instructions() -> None:
     kernel = report()
     assert kernel.mix == {"global load 16 B": 1, "wait": 1, "scalar": 1}
     assert kernel.row_loop() == ()
-    assert kernel.row_waits() == (0,)
+    assert [wait.instruction.vmcnt for wait in kernel.row_waits()] == [0]
     assert kernel.bytes_before_first_wait == 16
+
+
+def test_waves_by_the_grid() -> None:
+    # 256 CUs: 300 blocks put two on the fullest, 1 leaves the others empty
+    assert report().occupancy(256, grid=300) == Occupancy(2, "grid")
+    assert report().occupancy(256, grid=1) == Occupancy(1, "grid")
+    assert report().occupancy(64, grid=1) == Occupancy(0.25, "grid")
+    assert report().occupancy(256, grid=8 * 256) == Occupancy(8, "hardware")
+    assert report().occupancy(256, 32768, grid=5 * 256) == Occupancy(4, "LDS")
+    assert report("gfx942").occupancy(256, grid=304) == Occupancy(1, "grid")
+
+
+def test_a_launch_report_says_what_the_launch_adds() -> None:
+    kernel = report(vgpr=128, lds_bytes=256)
+    taken = kernel.launched(grid=65536, block=256, dynamic_lds_bytes=4096)
+    assert (taken.registers, taken.lds_bytes, taken.dynamic_lds_bytes) == (128, 256, 4096)
+    assert (taken.waves_per_simd, taken.limit) == (4, "registers")
+    assert taken.bytes_before_first_wait == 16
+    assert taken.cu_bytes_before_first_wait == 4 * 256 * 16
+    assert taken.mix == kernel.mix
+    assert taken.waits == kernel.row_waits()
+    assert kernel.launched(grid=1, block=64).cu_bytes_before_first_wait == 64 * 16
+
+
+def test_a_listing_marks_the_row_loop() -> None:
+    loop = (
+        *ASM[:2],
+        (12, "global_store_dwordx4 v[4:5], v[0:3], off"),
+        (20, "s_cbranch_scc1 65530"),
+    )
+    assert report(asm=(*loop, (24, "s_endpgm"))).listing.splitlines() == [
+        "|     0  global_load_dwordx4 v[0:3], v[4:5], off",
+        "|     8  s_waitcnt vmcnt(0)",
+        "|     c  global_store_dwordx4 v[4:5], v[0:3], off",
+        "|    14  s_cbranch_scc1 65530",
+        "     18  s_endpgm",
+    ]

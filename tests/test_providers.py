@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from rmsnorm_raw import bounds, workbench
 from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.clones import clone_plans
 from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study import providers as study
@@ -164,6 +166,21 @@ def test_ours_passes_the_strict_gate(cpu64: Backend) -> None:
     assert contender.config == cell.config.slug
     assert contender.verdict.worst.keys() == {"dx", "dweight"}
     contender.calls[0]()
+
+
+def test_our_calls_keep_their_memory(cpu64: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = []
+
+    def clones(*args: Any, **options: Any) -> Any:
+        arena = clone_plans(*args, **options)
+        owners.append(weakref.ref(arena.owner))
+        return arena
+
+    monkeypatch.setattr(study, "clone_plans", clones)
+    contender = PEERS["ours"].prepare(cell_of("forward", cpu64))
+    assert owners[0]() is not None
+    del contender
+    assert owners[0]() is None
 
 
 def test_results_of_a_clone_are_kept_until_its_next_turn() -> None:

@@ -109,11 +109,13 @@ class Contender:
         calls: one a clone, for the timer to rotate over.
         config: what was chosen, in the provider's own words.
         verdict: of the gate; ``worst`` is error over bound or limit for every provider.
+        owner: keeps the memory that calls work on, where they do not hold it themselves.
     """
 
     calls: Sequence[Call]
     config: str
     verdict: check.Verdict
+    owner: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +174,12 @@ def providers(*, quack_search: bool = False) -> tuple[Provider, ...]:
 
 
 def current_stream(backend: Backend) -> int:
-    """torch's current stream as a raw handle; 0 without torch, and on the simulator."""
+    """torch's current stream as a raw handle; 0 on the simulator, and without a torch for GPUs."""
     if backend.device.simulated or importlib.util.find_spec("torch") is None:
         return 0
     import torch
 
-    return int(torch.cuda.current_stream().cuda_stream)
+    return int(torch.cuda.current_stream().cuda_stream) if torch.cuda.is_available() else 0
 
 
 # ---- ours ----------------------------------------------------------------------------------------
@@ -188,7 +190,7 @@ def _ours(cell: Cell) -> Contender:
     verdict = kernel.check()
     check.require(verdict, cell.problem, cell.config)
     arena = clone_plans(cell.problem, cell.config, kernel.binary, stream=cell.stream)
-    return Contender(arena.calls(cell.stream), cell.config.slug, verdict)
+    return Contender(arena.calls(cell.stream), cell.config.slug, verdict, arena.owner)
 
 
 # ---- Quack ---------------------------------------------------------------------------------------
@@ -354,8 +356,8 @@ def judge(cell: Cell, outputs: Results) -> check.Verdict:
 
     problem, (clone, untouched) = cell.problem, cell.inputs[:2]
     limits = dict.fromkeys(OUTPUTS[problem.op], LIMITS[problem.dtype])
-    if "dweight" in limits:
-        limits["dweight"] = max(LIMITS[problem.dtype], LIMITS[problem.weight_dtype or ""])
+    if problem.weight_dtype and "dweight" in limits:
+        limits["dweight"] = max(LIMITS[problem.dtype], LIMITS[problem.weight_dtype])
     errors = _relative_errors(problem, clone, outputs)
     faults = [
         f"relative L2 error of {name} is {error:.3g}, over {limits[name]:.3g}"

@@ -7,31 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from amd_kernels import compiled, rows_kernel
 
-from rmsnorm_raw.backends import offline
 from rmsnorm_raw.backends.isa import replay
-from rmsnorm_raw.backends.kernel_report import KernelReport
-from rmsnorm_raw.backends.offline import OfflineCode, compile_offline
-from rmsnorm_raw.config import Config
-from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.backends.offline import compile_offline
+from rmsnorm_raw.backends.rocm_libraries import VARIABLE, rocm_release
 from rmsnorm_raw.errors import CompileError
-from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.source import Source, render
-from rmsnorm_raw.space import elements
+from rmsnorm_raw.source import Source
 
 pytestmark = pytest.mark.gfx950
 
 ARCHITECTURES = ("gfx950", "gfx942")
 EMPTY = Source("empty.hip", 'extern "C" __global__ void empty() {}\n', (), ("empty",), "b64-t64")
-
-
-def compiled(
-    problem: Problem, arch: str, libraries: Path, slug: str | None = None
-) -> tuple[Config, OfflineCode]:
-    device = KNOWN[arch]
-    config = Config.parse(slug) if slug else default_config(problem, device)
-    return config, compile_offline(render(problem, config, device), arch, libraries=libraries)
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
@@ -74,56 +62,6 @@ def test_the_ladder_compiles_to_what_its_knobs_say(
     assert rows.mix[f"global store {config.vec} B"] > 0
     packed = problem.dtype == "bfloat16" and arch == "gfx950"
     assert (rows.mix["v_cvt_pk_bf16_f32"] > 0) == packed
-
-
-def rows_kernel(code: OfflineCode) -> KernelReport:
-    """The kernel that stores the rows: y, or dx."""
-    names = ("rmsnorm_forward", "rmsnorm_backward", "rmsnorm_backward_columns")
-    return next(code.kernels[name] for name in names if name in code.kernels)
-
-
-@pytest.mark.parametrize("policies", ["", "-ls", "-ss", "-ls-ss"])
-@pytest.mark.parametrize("op", ["forward", "backward"])
-def test_rows_carry_nt_exactly_where_the_policies_say(
-    op: str, policies: str, libraries: Path
-) -> None:
-    problem: Problem = getattr(Problem, op)(32768, 8192, "bf16")
-    forward = problem.op == "forward"
-    slug = f"b256-t256-v16-reg{'' if forward else '-p2'}{policies}"
-    config, code = compiled(problem, "gfx950", libraries, slug)
-    chunks = problem.cols // (config.threads_per_row * elements(problem, config))
-    mix = rows_kernel(code).mix
-
-    def counted(kind: str) -> tuple[int, int]:
-        return mix[f"global {kind} 16 B"], mix[f"global {kind} 16 B nt"]
-
-    # x, or dout and x, by the policy; the weight never
-    row_loads = chunks if forward else 2 * chunks
-    weight_loads = chunks
-    streamed = "-ls" in policies
-    assert counted("load") == (
-        (weight_loads, row_loads) if streamed else (weight_loads + row_loads, 0)
-    )
-    # y or dx by the policy; the partial sums, two pieces of four floats a chunk, never
-    partial_stores = 0 if forward else 2 * chunks
-    streamed = "-ss" in policies
-    assert counted("store") == (
-        (partial_stores, chunks) if streamed else (partial_stores + chunks, 0)
-    )
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_the_row_loop_of_the_backward_kernel(arch: str, libraries: Path) -> None:
-    problem = Problem.backward(32768, 8192, "bf16")
-    _, code = compiled(problem, arch, libraries, "b256-t256-v16-reg-p2")
-    kernel = code.kernels["rmsnorm_backward"]
-    groups = [each.group for each in kernel.row_loop()]
-    # 16 KiB rows of dout and x over 256 lanes, all of them asked for before the first wait
-    assert groups.count("global load 16 B") == 8
-    assert kernel.bytes_before_first_wait >= 8 * 16
-    assert groups.count("global store 16 B") == 4
-    assert groups.count("barrier") == 1
-    assert max(kernel.row_waits()) > 0
 
 
 def test_a_loop_is_found_through_blocks_out_of_line(libraries: Path) -> None:
@@ -201,7 +139,7 @@ def test_inline_reads_keep_a_ring_in_flight(libraries: Path) -> None:
 def test_rocm_7_0_drains_a_ring_that_the_compiler_can_see(libraries: Path) -> None:
     """Why the stage reads of the kernels are inline."""
     source = replace(RING, defines=(("INLINE_READS", "0"),))
-    drains = offline.rocm_release(libraries).startswith("7.0.")
+    drains = rocm_release(libraries).startswith("7.0.")
     assert ring_waits(source, libraries)[0] == (0 if drains else 1)
 
 
@@ -297,10 +235,10 @@ def test_an_entry_point_that_the_text_lacks(libraries: Path) -> None:
 def test_an_installed_rocm_is_used(
     libraries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (offline.VARIABLE, "ROCM_HOME"):
+    for name in (VARIABLE, "ROCM_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ROCM_PATH", str(tmp_path))
     (tmp_path / "lib").symlink_to(libraries)
     code = compile_offline(EMPTY, "gfx950")
-    assert code.release == offline.rocm_release(libraries)
+    assert code.release == rocm_release(libraries)
     assert re.fullmatch(r"7\.\d+\.\d+", code.release)

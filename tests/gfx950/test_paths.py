@@ -1,0 +1,323 @@
+"""The memory paths in machine code, by each ROCm that is here: what hides memory, and what would not.
+
+A check gives the faults that it finds, so that planted ones can show that it sees them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from amd_kernels import compiled, rows_kernel
+
+from rmsnorm_raw.backends.isa import MAX_VMCNT, Instruction, Wait
+from rmsnorm_raw.backends.kernel_report import KernelReport
+from rmsnorm_raw.backends.offline import compile_offline
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.source import render
+from rmsnorm_raw.space import chunks
+
+pytestmark = pytest.mark.gfx950
+
+#: the headline width, whose rows take whole blocks, and a narrow one, with a wave or two a row
+WIDE_FORWARD = Problem.forward(32768, 8192, "bf16")
+NARROW_FORWARD = Problem.forward(32768, 1024, "bf16")
+WIDE_BACKWARD = Problem.backward(32768, 8192, "bf16")
+NARROW_BACKWARD = Problem.backward(32768, 1024, "bf16")
+
+REGISTERS = (
+    (WIDE_FORWARD, "b256-reg"), (NARROW_FORWARD, "b256-t64-reg"), (NARROW_FORWARD, "b128-reg"),
+    (WIDE_BACKWARD, "b512-reg-p1"), (NARROW_BACKWARD, "b256-t64-reg-p2"),
+    (NARROW_BACKWARD, "b128-reg-p4"),
+)  # fmt: skip
+PINGPONG = (
+    (WIDE_FORWARD, "b256-pp-p2"), (NARROW_FORWARD, "b256-t64-pp-p2"), (NARROW_FORWARD, "b128-pp-p4"),
+    (WIDE_BACKWARD, "b512-pp-p1"), (NARROW_BACKWARD, "b256-t64-pp-p2"),
+    (NARROW_BACKWARD, "b128-pp-p4"),
+)  # fmt: skip
+LDS = (
+    (WIDE_FORWARD, "b256-lds3-p2"), (WIDE_FORWARD, "b512-lds2r-p1"),
+    (NARROW_FORWARD, "b256-t64-lds4-p2"), (WIDE_BACKWARD, "b512-lds3-p1"),
+    (WIDE_BACKWARD, "b512-lds3r-p1"), (NARROW_BACKWARD, "b256-t64-lds3-p2"),
+    (NARROW_BACKWARD, "b128-lds8-p2"),
+)  # fmt: skip
+TWO_PASS = (
+    (WIDE_FORWARD, "b256-2p"), (NARROW_FORWARD, "b64-2p"),
+    (WIDE_BACKWARD, "b256-2p-p4"), (NARROW_BACKWARD, "b64-2p-p4"),
+)  # fmt: skip
+LADDER = tuple(
+    (problem, None) for problem in (WIDE_FORWARD, NARROW_FORWARD, WIDE_BACKWARD, NARROW_BACKWARD)
+)
+
+
+def name(value: object) -> str:
+    return f"{value.op}-{value.cols}" if isinstance(value, Problem) else str(value or "ladder")
+
+
+def cases(these: Iterable[tuple[Problem, str | None]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("problem", "slug"), these, ids=name)
+
+
+def edited(problem: Problem, slug: str, libraries: Path, *edits: tuple[str, str]) -> KernelReport:
+    """The rows kernel of a config with its text changed."""
+    source = render(problem, Config.parse(slug), KNOWN["gfx950"])
+    text = source.text
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return rows_kernel(compile_offline(replace(source, text=text), "gfx950", libraries=libraries))
+
+
+def row_moves(problem: Problem, config: Config) -> int:
+    """Times that a lane moves ``vec`` bytes to have a row of each tensor that is read."""
+    return chunks(problem, config) * (1 if problem.op == "forward" else 2)
+
+
+# ---- all paths -----------------------------------------------------------------------------------
+
+
+@cases((*LADDER, *REGISTERS, *PINGPONG, *LDS, *TWO_PASS))
+def test_nothing_is_spilled(problem: Problem, slug: str | None, libraries: Path) -> None:
+    config, code = compiled(problem, "gfx950", libraries, slug)
+    assert code.log == ""
+    for kernel in code.kernels.values():
+        assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+        assert kernel.agpr == 0
+    # ping-pong and the ring are for lanes that hold a row while the next is on its way
+    assert config.path not in ("pingpong", "lds") or rows_kernel(code).row_loop()
+
+
+@pytest.mark.parametrize("policy", ["ls", "ss"])
+@pytest.mark.parametrize("path", ["reg", "pp", "lds2", "lds2r", "2p"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_rows_carry_nt_where_their_policy_says(
+    op: str, path: str, policy: str, libraries: Path
+) -> None:
+    # without a weight, rows are all that moves 16 bytes a lane
+    problem: Problem = getattr(Problem, op)(32768, 2048, "bf16", weight_dtype=None)
+    programs = "" if op == "forward" and path in ("reg", "2p") else "-p1"
+    _, code = compiled(problem, "gfx950", libraries, f"b128-t128-v16-{path}-{policy}{programs}")
+    moves = [each.access for kernel in code.kernels.values() for each in kernel.asm if each.access]
+    for kind, streamed in (("load", policy == "ls"), ("store", policy == "ss")):
+        rows = [it for it in moves if it.kind == kind and it.size_bytes == 16]
+        assert rows
+        assert {it.nontemporal for it in rows} == {streamed}
+        assert {it.to_lds for it in rows} == {kind == "load" and path.startswith("lds")}
+    assert not any(it.nontemporal for it in moves if it.size_bytes != 16)
+
+
+@pytest.mark.parametrize("path", ["reg", "pp", "lds2"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_the_weight_and_the_partial_sums_have_no_policy(
+    op: str, path: str, libraries: Path
+) -> None:
+    problem: Problem = getattr(Problem, op)(32768, 2048, "bf16")
+    programs = "" if op == "forward" and path == "reg" else "-p1"
+    config, code = compiled(problem, "gfx950", libraries, f"b128-t128-v16-{path}-ls-ss{programs}")
+    mix = rows_kernel(code).mix
+    assert mix["global load 16 B"] == chunks(problem, config)
+    # partial sums: two pieces of four floats a chunk
+    assert mix["global store 16 B"] == (0 if op == "forward" else 2 * chunks(problem, config))
+
+
+# ---- registers -----------------------------------------------------------------------------------
+
+
+def late_loads(kernel: KernelReport) -> list[str]:
+    """Loads that are issued between the first wait for a load and the stores: a second latency."""
+    body = kernel.row_loop() or kernel.asm
+    first = next(i for i, each in enumerate(body) if is_load(each))
+    late, waited = [], False
+    for each in (*body[first:], *body[:first]):
+        if each.vmcnt is not None:
+            waited = True
+        elif each.access and each.access.kind == "store":
+            waited = False
+        elif waited and is_load(each):
+            late.append(f"{each.offset:#x} {each.text}")
+    return late
+
+
+def is_load(each: Instruction) -> bool:
+    return each.access is not None and each.access.kind == "load"
+
+
+@cases(REGISTERS)
+def test_a_row_in_registers_waits_for_memory_once(
+    problem: Problem, slug: str, libraries: Path
+) -> None:
+    _, code = compiled(problem, "gfx950", libraries, slug)
+    assert late_loads(rows_kernel(code)) == []
+
+
+def test_a_row_that_asks_for_its_rstd_at_the_last_moment_is_seen(libraries: Path) -> None:
+    atomic = "return __hip_atomic_load(base + row, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WAVEFRONT);"
+    edit = (atomic, "return base[row];")
+    assert late_loads(edited(NARROW_BACKWARD, "b256-t64-reg-p2", libraries, edit))
+
+
+# ---- ping-pong -----------------------------------------------------------------------------------
+
+
+def pingpong_faults(problem: Problem, slug: str, kernel: KernelReport) -> list[str]:
+    """Waits of the row loop that do not leave a whole row in flight.
+
+    The two rows of an iteration are each asked for before the other is worked on: at any wait, the
+    loads of the row after the one that is waited for must be left. This forbids vmcnt(0), wherever
+    it stands in the loop.
+    """
+    config = Config.parse(slug)
+    wanted = row_moves(problem, config)
+    faults = []
+    for wait in kernel.row_waits():
+        left = sum(is_load(each) and "dwordx4" in each.mnemonic for each in wait.leaves)
+        if left < wanted:
+            faults.append(f"{wait.instruction} leaves {left} of {wanted} loads")
+    groups = [each.group for each in kernel.row_loop()]
+    if groups.count("global load 16 B") != 2 * wanted:
+        faults.append(f"{groups.count('global load 16 B')} loads for two rows of {wanted}")
+    if groups.count("barrier") != (2 if config.threads_per_row > 64 else 0):
+        faults.append(f"{groups.count('barrier')} barriers for two rows")
+    return faults
+
+
+@cases(PINGPONG)
+def test_pingpong_always_leaves_a_row_in_flight(
+    problem: Problem, slug: str, libraries: Path
+) -> None:
+    _, code = compiled(problem, "gfx950", libraries, slug)
+    assert pingpong_faults(problem, slug, rows_kernel(code)) == []
+
+
+def test_work_on_a_row_before_the_next_is_asked_for_is_seen(libraries: Path) -> None:
+    fence = ('asm volatile("" : "+v"(v)::"memory");', "")
+    kernel = edited(WIDE_BACKWARD, "b512-pp-p1", libraries, fence)
+    assert pingpong_faults(WIDE_BACKWARD, "b512-pp-p1", kernel)
+
+
+# ---- LDS ring ------------------------------------------------------------------------------------
+
+
+def ring_faults(problem: Problem, slug: str, kernel: KernelReport) -> list[str]:
+    """What is wrong with the waits and copies of a ring, by counts that are its design's.
+
+    When a row is waited for, the copies of the ``stages - 1`` rows after it may be in flight, and
+    the stores of as many rows before it, except in the first rows, which have none before them.
+    """
+    config = Config.parse(slug)
+    copy_bytes = 16 if kernel.arch == "gfx950" else 4
+    copies = row_moves(problem, config) * config.vec // copy_bytes
+    stores = chunks(problem, config)
+    first = min(MAX_VMCNT, (config.stages - 1) * copies)
+    settled = min(MAX_VMCNT, (config.stages - 1) * (copies + stores))
+    faults = []
+    found = kernel.row_waits()
+    if [wait.instruction.vmcnt for wait in found] != [settled]:
+        faults.append(
+            f"the loop's waits are {[str(it.instruction) for it in found]}, not {settled}"
+        )
+    if sum(each.vmcnt == first for each in kernel.asm) < 1:
+        faults.append(f"no wait for {first} in the first rows")
+    body = kernel.row_loop()
+    made = [each.access for each in body if each.access and each.access.to_lds]
+    if len(made) != copies or {access.size_bytes for access in made} != {copy_bytes}:
+        faults.append(f"copies {[str(access) for access in made]}, not {copies} of {copy_bytes} B")
+    reads = [i for i, each in enumerate(body) if each.mnemonic.startswith("ds_read_b")]
+    if found and body.index(found[0].instruction) > reads[0]:
+        faults.append("a stage is read before the wait")
+    if settled < MAX_VMCNT and [ended_copies(wait) for wait in found] != [copies]:
+        faults.append(
+            f"{[ended_copies(wait) for wait in found]} copies are waited for, not {copies}"
+        )
+    return faults
+
+
+def ended_copies(wait: Wait) -> int:
+    return sum(each.access is not None and each.access.to_lds for each in wait.ends)
+
+
+@cases(LDS)
+def test_a_ring_waits_by_its_counts(problem: Problem, slug: str, libraries: Path) -> None:
+    config, code = compiled(problem, "gfx950", libraries, slug)
+    kernel = rows_kernel(code)
+    assert ring_faults(problem, slug, kernel) == []
+    # every stage is full when a row is waited for
+    in_flight_bytes = config.stages * row_moves(problem, config) * config.vec
+    counted = MAX_VMCNT * config.vec
+    assert kernel.bytes_before_first_wait == in_flight_bytes or in_flight_bytes > counted
+
+
+# 160 KiB of LDS become 64, copies 4 bytes; the last has more copies than the counter can count
+@cases(
+    (
+        (WIDE_FORWARD, "b256-lds3-p1"), (WIDE_FORWARD, "b64-lds2-p1"),
+        (NARROW_BACKWARD, "b256-t64-lds3-p1"), (NARROW_BACKWARD, "b128-lds4-p1"),
+    )
+)  # fmt: skip
+def test_a_ring_of_gfx942_copies_four_bytes_a_lane(
+    problem: Problem, slug: str, libraries: Path
+) -> None:
+    _, code = compiled(problem, "gfx942", libraries, slug)
+    assert ring_faults(problem, slug, rows_kernel(code)) == []
+
+
+ALL, COPIES = "wait_memory<ALL < 63 ? ALL : 63>();", "wait_memory<COPIES < 63 ? COPIES : 63>();"
+
+
+@pytest.mark.parametrize(
+    ("edits", "said"),
+    [
+        (((ALL, ""), (COPIES, "")), r"waits are \[\]"),
+        (((COPIES, ""),), "no wait for 16 in the first rows"),
+        (((ALL, "wait_memory<ALL + 1>();"),), r"vmcnt\(25\).*not 24"),
+        (((ALL, "wait_memory<COPIES>();"),), r"vmcnt\(16\).*not 24"),
+        (((ALL, "wait_memory<0>();"),), r"vmcnt\(0\).*not 24"),
+    ],
+    ids=["removed", "removed at the start", "too loose", "too strict", "drained"],
+)
+def test_a_wrong_wait_of_a_ring_is_seen(
+    edits: tuple[tuple[str, str], ...], said: str, libraries: Path
+) -> None:
+    kernel = edited(WIDE_FORWARD, "b256-lds3-p2", libraries, *edits)
+    faults = "; ".join(ring_faults(WIDE_FORWARD, "b256-lds3-p2", kernel))
+    assert faults
+    assert re.search(said, faults)
+
+
+# ---- rstd of a row -------------------------------------------------------------------------------
+
+
+def scalar_stalls(kernel: KernelReport) -> list[str]:
+    """Scalar loads of the row loop whose wait comes before the wait for a row.
+
+    Scalar loads come back in any order: the next ``lgkmcnt`` wait, be it for LDS, waits for them.
+    Only a wait for a row, which takes as long as they do, hides them.
+    """
+    body = kernel.row_loop()
+    stalls = []
+    for i, each in enumerate(body):
+        if each.group == "scalar load":
+            for later in (*body[i + 1 :], *body[:i]):
+                if later.vmcnt is not None:
+                    break
+                if "lgkmcnt" in later.text:
+                    stalls.append(f"{each.offset:#x} {each.text}, waited for at {later.offset:#x}")
+                    break
+    return stalls
+
+
+@cases([case for case in (*REGISTERS, *PINGPONG, *LDS) if case[0].op == "backward"])
+def test_rstd_comes_with_its_row(problem: Problem, slug: str, libraries: Path) -> None:
+    _, code = compiled(problem, "gfx950", libraries, slug)
+    assert scalar_stalls(rows_kernel(code)) == []
+
+
+def test_an_rstd_that_is_asked_for_after_the_rings_wait_is_seen(libraries: Path) -> None:
+    ask, wait = "    const float next = load_rstd(row + step);\n", "    ring.wait();\n"
+    kernel = edited(WIDE_BACKWARD, "b512-lds3-p1", libraries, (ask + wait, wait + ask))
+    assert scalar_stalls(kernel)

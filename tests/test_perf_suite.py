@@ -1,0 +1,299 @@
+"""The suites in perf/: run in the simulator, on a device of known times, and held to their bars."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from virtual_gpu import VirtualGpu, runs
+
+from rmsnorm_raw import measure
+from rmsnorm_raw.bandwidth import PROBES, Reading, Roofline, Variant
+from rmsnorm_raw.check import Verdict
+from rmsnorm_raw.errors import WrongResult
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study.cells import cells
+from rmsnorm_raw.study.providers import Cell, Contender, Provider
+
+pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
+
+ROOT = Path(__file__).resolve().parents[1]
+PERF = ROOT / "perf"
+
+
+@functools.cache
+def suite(name: str) -> ModuleType:
+    """A module of perf/; its conftest under another name, for pytest has one of its own here."""
+    if name != "conftest":
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("perf_conftest", PERF / "conftest.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PERF)
+
+
+# ---- the suites, run -----------------------------------------------------------------------------
+
+
+def run(*command: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+    environment |= {"RMSNORM_RAW_BACKEND": "cpu"} | variables
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Two cells in the simulator: the folder, and what was printed."""
+    out = tmp_path_factory.mktemp("perf") / "new"
+    chosen = "1x4096-fp16-fp32"
+    json_path = out.with_suffix(".json")
+    done = run(
+        "-m", "pytest", str(PERF), "--benchmark-only", "-k", chosen, "--out", str(out),
+        "--benchmark-json", str(json_path), "-p", "no:cacheprovider",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    json_path.rename(out / "benchmark.json")
+    return out, done.stdout
+
+
+def test_the_suites_run_in_the_simulator_and_say_so(ran: tuple[Path, str]) -> None:
+    out, printed = ran
+    with (out / "perf.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["op"], row["provider"], row["verdict"]) for row in rows] == [
+        ("bwd", "ours", "PASS"),
+        ("fwd", "ours", "PASS"),
+    ]
+    for row in rows:
+        assert row["simulated"] == "true"
+        assert len(row["times_us"].split()) == int(row["samples"]) == 6
+        assert not any(value for name, value in row.items() if name[:4] in ("gbps", "pct_"))
+    summary = printed[printed.index("rmsnorm_raw beside its peers") :]
+    assert "times are simulated" in summary
+    assert "fwd-1x4096-fp16-fp32" in summary
+
+
+def test_the_json_carries_the_cell_and_the_environment(ran: tuple[Path, str]) -> None:
+    report = json.loads((ran[0] / "benchmark.json").read_text(encoding="utf-8"))
+    environment = json.loads((ran[0] / "environment.json").read_text(encoding="utf-8"))
+    assert len(report["benchmarks"]) == 2
+    for one in report["benchmarks"]:
+        assert one["group"] in one["name"]
+        assert one["name"].endswith("-ours]")
+        assert one["options"]["timer"] == "device events"
+        info = one["extra_info"]
+        assert info["simulated"] is True
+        assert info["verdict"] == "PASS"
+        assert info["bytes"] > 0
+        assert info["slug"].startswith("b")
+        assert (info["module"], info["provider"]) == ("rmsnorm_raw.workbench", "ours")
+        assert not any(name.startswith(("pct_", "gbps")) for name in info)
+    facts = report["machine_info"]["rmsnorm_raw"]
+    for found in (facts, environment):
+        assert found["backend"] == "cpu"
+        assert found["device"]["simulated"] is True
+        assert {"packages", "compilers", "wall_s", "providers"} <= found.keys()
+
+
+# ---- a session on a device of known times --------------------------------------------------------
+
+
+class Bench:
+    """What a session uses of pytest-benchmark's fixture, as its pedantic mode does it."""
+
+    enabled = True
+    has_error = False
+
+    def __init__(self, timer: Callable[[], Any]) -> None:
+        self.timer = timer
+        self.extra_info: dict[str, Any] = {}
+        self.stats = SimpleNamespace(stats=SimpleNamespace(data=[]))
+
+    def pedantic(self, target: Any, *, setup: Any, rounds: int) -> None:
+        for _ in range(rounds):
+            args, kwargs = setup()
+            start = self.timer()
+            target(*args, **kwargs)
+            end = self.timer()
+            self.stats.stats.data.append(end - start)
+
+
+PROBLEM = Problem.forward(32768, 8192, "bf16")
+PASSED = Verdict(True, {"y": 0.5}, 0, "")
+
+
+def provider(gpu: VirtualGpu, name: str, device_us: Any, host_us: Any = 5.0) -> Provider:
+    def prepare(cell: Cell) -> Contender:
+        calls = [gpu.call(f"{name} {clone}", device_us, host_us=host_us) for clone in range(2)]
+        return Contender(calls, f"config of {name}", PASSED)
+
+    return Provider(name, "rmsnorm_raw", "rmsnorm-raw", prepare)
+
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    """A session of the suites on a virtual GPU."""
+
+    def make(gpu: VirtualGpu, out: Path | None = tmp_path) -> Any:
+        conftest, clock = suite("conftest"), suite("clock")
+        for module in (clock, conftest, measure):
+            monkeypatch.setattr(module, "perf_counter", gpu.perf_counter)
+        monkeypatch.setattr(conftest, "get_backend", lambda: gpu)
+        options = {"--out": out, "--beyond": False, "--quack-search": False}
+        invocation = SimpleNamespace(args=("perf",))
+        session = conftest.Session(
+            SimpleNamespace(getoption=options.__getitem__, invocation_params=invocation)
+        )
+        session.opening = probes()
+        return session
+
+    return make
+
+
+def probes() -> Roofline:
+    readings = [
+        Reading(probe, Variant(), 10**9, measure.Samples((250.0,) * 6, "cold", "", 1))
+        for probe in PROBES
+    ]
+    return Roofline("a GPU", 10**9, tuple(readings))
+
+
+@pytest.mark.parametrize("device_us", [2.0, 400.0])
+@pytest.mark.parametrize("host_us", [0.0, 30.0, 55.0, 70.0, 1000.0])
+def test_a_round_is_device_time_whatever_the_host_costs(
+    start: Make, device_us: float, host_us: float
+) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+    bench = Bench(session.clock)
+    session.run(bench, PROBLEM, provider(gpu, "k", device_us, host_us))
+    times_us = [1e6 * took_s for took_s in bench.stats.stats.data]
+    assert times_us == pytest.approx([device_us] * len(times_us))
+    assert len(times_us) == suite("conftest").ROUNDS
+
+
+def test_rounds_rotate_and_evict_before_every_call(start: Make) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+    session.run(Bench(session.clock), PROBLEM, provider(gpu, "k", 5.0))
+    # the warm-up wanted one copy, and a call is two launches
+    assert runs(gpu.log)[-4:] == [("copy", 2), ("k 0", 2), ("copy", 2), ("k 1", 2)]
+
+
+def test_a_hiccup_of_the_host_is_dropped_and_counted(start: Make) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+    bench = Bench(session.clock)
+    hiccups = itertools.cycle([5.0] * 19 + [9000.0])
+    session.run(bench, PROBLEM, provider(gpu, "k", 2.0, lambda: next(hiccups)))
+    (row,) = session.rows
+    assert int(row["discarded"]) == bench.extra_info["discarded"] == 3
+    assert {float(time) for time in row["times_us"].split()} == {2.0}
+    assert len(bench.stats.stats.data) == int(row["samples"]) == suite("conftest").ROUNDS - 3
+
+
+def test_a_host_that_falls_behind_gets_no_time(start: Make) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+    bench = Bench(session.clock)
+    host_us = 5.0
+
+    def setup_is_slow(target: Any, **options: Any) -> None:
+        nonlocal host_us
+        host_us = 500.0  # only now, so that the warm-up finds one copy enough
+        Bench.pedantic(bench, target, **options)
+
+    bench.pedantic = setup_is_slow  # type: ignore[method-assign]
+    with pytest.raises(measure.Unmeasurable, match="the host was late in 60 of 60 rounds"):
+        session.run(bench, PROBLEM, provider(gpu, "k", 2.0, lambda: host_us))
+    assert bench.has_error
+    assert session.rows[-1]["verdict"] == "Unmeasurable"
+    assert not session.rows[-1]["times_us"]
+
+
+def test_a_peer_that_fails_its_gate_has_a_row_and_no_time(start: Make, tmp_path: Path) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+
+    def refuse(cell: Cell) -> Contender:
+        raise WrongResult("y is off")
+
+    peer = replace(provider(gpu, "liger", 5.0), prepare=refuse)
+    with pytest.raises(WrongResult):
+        session.run(Bench(session.clock), PROBLEM, peer)
+    session.run(Bench(session.clock), PROBLEM, provider(gpu, "ours", 5.0))
+    with (tmp_path / "perf.csv").open(newline="", encoding="utf-8") as file:
+        failed, timed = csv.DictReader(file)
+    assert (failed["verdict"], failed["note"], failed["times_us"]) == (
+        "WrongResult",
+        "y is off",
+        "",
+    )
+    assert timed["verdict"] == "PASS"
+    (line,) = (line for line in suite("conftest").table(session) if "liger" in line)
+    assert "WrongResult: y is off" in line
+
+
+def test_percentages_and_ratios_beside_the_peers(
+    start: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+    benches = {}
+    for name, device_us in (("ours", 250.0), ("quack", 275.0), ("torch", 400.0)):
+        benches[name] = Bench(session.clock)
+        session.run(benches[name], PROBLEM, provider(gpu, name, device_us))
+    conftest = suite("conftest")
+    monkeypatch.setattr(conftest.bandwidth, "remeasure", lambda opening, *a, **k: opening)
+    session.finish()
+    info = benches["ours"].extra_info
+    assert info["gbps"] == pytest.approx(PROBLEM.logical_bytes() / 250e3, abs=0.1)
+    assert info["pct_matched"] == info["pct_copy"] == pytest.approx(107.38, abs=0.01)
+    assert info["best_peer"] == "quack"
+    assert info["best_peer_ratio"] == pytest.approx(1.1)
+    assert "best_peer" not in benches["quack"].extra_info
+    lines = list(conftest.table(session))
+    assert any("quack" in line and "1.100 [1.100, 1.100]" in line for line in lines)
+    assert "fwd, geometric mean over 1 cells, torch / ours: 1.600 [1.600, 1.600]" in lines
+    assert not any("simulated" in line or "SUSPECT" in line for line in lines)
+    facts = json.loads((session.out / "environment.json").read_text(encoding="utf-8"))
+    assert facts["suspect"] is False
+    assert facts["drift_pct"] == 0
+    assert facts["roofline_closing"]["copy"]["gbps"] == 4000
+    assert facts["command"] == ["pytest", "perf"]
+
+
+def test_a_cell_is_contested_by_ours_and_five_peers_one_after_another(start: Make) -> None:
+    session = start(VirtualGpu())
+    contests = [*session.contests("forward")]
+    assert len(contests) == 45 * 5 + 9  # compile in bf16 alone
+    in_turn = [problem for problem, _ in itertools.groupby(problem for problem, _ in contests)]
+    assert in_turn == [problem for problem in cells() if problem.op == "forward"]
+    session.beyond = True
+    more = [*session.contests("forward")][len(contests) :]
+    assert {(p.rows, p.cols) for p, _ in more} == set(suite("bars").BEYOND)
+    assert {provider.name for _, provider in more} == {"ours", "quack"}
