@@ -119,10 +119,8 @@ def main() -> None:
                 for row in run(problem, backend):
                     table.writerow(row)
                     file.flush()
-                    us = row.get("median_us", "-")
-                    print(
-                        f"  {row['technique']:28} {us:>8} us {row['change_pct']:>7} %  {row['config']}"
-                    )
+                    time = f"{row.get('median_us', '-'):>8} us {row['change_pct']:>7} %"
+                    print(f"  {row['technique']:28} {time}  {row['config']}")
 
 
 if __name__ == "__main__":

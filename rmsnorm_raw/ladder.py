@@ -48,29 +48,37 @@ def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     256 lanes with 16 to 32 elements each on MI355X); there they are unmeasured.
     """
     vec, vectors = problem.widest_vec, row_vectors(problem)
-    # Few rows leave the device empty: a row takes every lane it can use. Else a lane keeps 32 bytes
-    # of a narrow row and 64 of a wide one: 253 us at 32768x8192, 35.3 us at 32768x1024.
-    few_rows = problem.rows <= device.compute_units
-    per_lane = 1 if few_rows else 2 if vectors * vec <= 8192 else 4
+    # A lane keeps 32 bytes of a narrow row and 64 of a wide one: 253 us at 32768x8192, 35.3 us at
+    # 32768x1024; a lone row of 4096, too, is faster with 256 lanes (4.5 us) than with 512 (4.6).
+    per_lane = 2 if vectors * vec <= 8192 else 4
     # Blocks of 256 threads: at 32768x1024 128 take 36.9 us, for 16 blocks of a multiprocessor do
-    # not fill its 2048 threads.
+    # not fill its 2048 threads. Few rows spread over the device instead.
+    few_rows = problem.rows <= device.compute_units
     least = 64 if few_rows else 256
     # Rows are kept in L2: 262 -> 253 us at 32768x8192, 16.6 -> 16.2 us at 4096x3000; streamed 278.
-    load: Policy = "keep" if device.dialect == "cuda" else "default"
+    # A lone row would wait for the policy: 4.8 us instead of 4.5 at 1x4096.
+    cuda = device.dialect == "cuda"
+    load: Policy = "keep" if cuda and not few_rows else "default"
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
         block = _block(row, least)
         yield Config(block=block, threads_per_row=row, vec=vec, load_policy=load)
-    # A row too wide to keep is read twice, without a policy: 574 us at 8192x65536, 682 kept.
-    yield Config(block=1024, vec=vec, path="two_pass")
+    # A row too wide to keep is read twice, and what is written is kept out of the way of that: 289
+    # us at 4096x65536, 331 with the loads kept.
+    store: Policy = "stream" if cuda else "default"
+    yield Config(block=1024, vec=vec, path="two_pass", store_policy=store)
 
 
 def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
-    """A persistent grid of 512 threads a compute unit, the next rows on their way.
+    """A persistent grid, the next rows on their way.
 
     Figures: an H200, 2026-11, cold, bf16, dW finished.
     """
     vec, vectors = problem.widest_vec, row_vectors(problem)
     base = Config(vec=vec)
+    # 512 threads a compute unit, for what is in flight keeps memory busy and not waves; 1024 where
+    # a row is so short that its latency counts: 21.1 us at 32768x256, 25 with 512.
+    short = vectors <= 32
+    threads, least, per_lane = (1024, 128, 1) if short else (512, 256, 2 if vectors <= 1024 else 4)
     if problem.rows <= device.compute_units:
         # No program has a second row: there is nothing to overlap. A lone row finishes dW itself,
         # 4.4 us instead of 8.1 at 1x4096.
@@ -79,20 +87,25 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     elif device.arch == "sm_90" and vectors > 1024:
         # Such rows fill the ring too soon: 762 us from registers at 32768x8192 fp32, 787 by a ring.
         base = replace(base, load_policy="keep", store_policy="stream")
-    elif device.arch == "sm_90":
-        # Bulk copies into a ring of three rows, loads kept and stores streamed: at 32768x8192 381
-        # us, against 384 by lanes, 417 ping-pong, 506 from registers; at 32768x1024 56, 58, 61, 72.
+    elif device.arch == "sm_90" and vec == 16:
+        # Bulk copies into a ring, loads kept and stores streamed: at 32768x8192 381 us, against 384
+        # by lanes, 417 ping-pong, 506 from registers; at 32768x1024 56, 58, 61, 72.
         base = replace(
             base, path="lds", stages=3, bulk=True, load_policy="keep", store_policy="stream"
         )  # fmt: skip
-    elif device.dialect == "amd":
-        # Unmeasured. Ping-pong needs no LDS and keeps a whole row in flight (gfx950: 128 VGPRs).
+    else:
+        # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
+        # the default for that reason, unmeasured (gfx950: 128 VGPRs).
         base = replace(base, path="pingpong")
     # A lane keeps 32 bytes of each tensor; 64 where a row would take more than 512 lanes.
-    for row in _lane_counts(covering_lanes(vectors, 2 if vectors <= 1024 else 4, device)):
-        block = _block(row, 256)
+    for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
+        block = _block(row, least)
+        programs = max(1, threads // block)
+        # Programs that share a multiprocessor overlap each other: two rows a ring are enough, 193
+        # us at 32768x4096 and 201 with three; a lone program wants three, 381 against 384.
+        stages = min(base.stages, 2 if programs > 1 else 3)
         yield replace(
-            base, block=block, threads_per_row=row, programs=max(1, min(4, 512 // block))
+            base, block=block, threads_per_row=row, programs=programs, stages=stages
         )  # fmt: skip
     # Lanes that would have to keep more read the ring again: 204 us at 8192x16384 bf16.
     for row in (512, 1024):

@@ -16,8 +16,8 @@ from rmsnorm_raw.space import (
     FINISH_BLOCK,
     column_tiles,
     finish_columns,
-    lds_bytes,
     grid_programs,
+    lds_bytes,
 )
 
 #: HIP refuses a launch of 2**32 threads or more

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rmsnorm_raw.config import Config, Path, Policy
+from rmsnorm_raw.config import Config, Policy
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.problem import Problem
@@ -29,7 +29,8 @@ PIPELINE_POLICIES: dict[str, tuple[tuple[Policy, Policy], ...]] = {
     "cuda": (("default", "default"), ("default", "stream"), ("keep", "stream")),
     "amd": (("default", "default"), ("default", "stream"), ("stream", "stream")),
 }
-#: threads of a CU in a search of those paths: what is in flight keeps memory busy, not waves
+#: threads of a CU in a search of those paths, twice that for short rows and for forward: what is in
+#: flight keeps memory busy, not waves
 PIPELINE_THREADS = 512
 #: up to so many rows a second launch is a good part of the time, and is worth saving
 LAST_BLOCK_ROWS = 512
@@ -382,8 +383,10 @@ def _pipeline_plane(problem: Problem, device: DeviceSpec, shape: Config) -> Iter
     for stages, bulk, reread in itertools.product(STAGES, (False, True), rereads):
         if not forward or stages != 3:
             paths.append(Config(path="lds", stages=stages, bulk=bulk, reread=reread))
-    for programs, path in itertools.product((2,) if forward else (1, 2, 4), paths):
-        if programs > 1 and programs * shape.block > (1024 if forward else PIPELINE_THREADS):
+    short = forward or row_vectors(problem) <= 32
+    threads = 2 * PIPELINE_THREADS if short else PIPELINE_THREADS
+    for programs, path in itertools.product((2,) if forward else (1, 2, 4, 8), paths):
+        if programs > 1 and programs * shape.block > threads:
             continue
         for load, store in PIPELINE_POLICIES[device.dialect][forward:]:
             yield replace(

@@ -1,4 +1,4 @@
-"""The memory paths in machine code, by each ROCm that is here: what hides memory, and what would not.
+"""The memory paths in machine code, by each ROCm that is here: what hides memory and what does not.
 
 A check gives the faults that it finds, so that planted ones can show that it sees them.
 """
@@ -29,6 +29,8 @@ WIDE_FORWARD = Problem.forward(32768, 8192, "bf16")
 NARROW_FORWARD = Problem.forward(32768, 1024, "bf16")
 WIDE_BACKWARD = Problem.backward(32768, 8192, "bf16")
 NARROW_BACKWARD = Problem.backward(32768, 1024, "bf16")
+#: a weight that takes as many registers as the row
+FP32_WEIGHT = Problem.forward(32768, 8192, "bf16", weight_dtype="fp32")
 
 REGISTERS = (
     (WIDE_FORWARD, "b256-reg"), (NARROW_FORWARD, "b256-t64-reg"), (NARROW_FORWARD, "b128-reg"),
@@ -36,12 +38,13 @@ REGISTERS = (
     (NARROW_BACKWARD, "b128-reg-p4"),
 )  # fmt: skip
 PINGPONG = (
-    (WIDE_FORWARD, "b256-pp-p2"), (NARROW_FORWARD, "b256-t64-pp-p2"), (NARROW_FORWARD, "b128-pp-p4"),
-    (WIDE_BACKWARD, "b512-pp-p1"), (NARROW_BACKWARD, "b256-t64-pp-p2"),
+    (WIDE_FORWARD, "b256-pp-p2"), (FP32_WEIGHT, "b256-pp-p2"), (NARROW_FORWARD, "b256-t64-pp-p2"),
+    (NARROW_FORWARD, "b128-pp-p4"), (WIDE_BACKWARD, "b512-pp-p1"),
+    (NARROW_BACKWARD, "b256-t64-pp-p2"),
     (NARROW_BACKWARD, "b128-pp-p4"),
 )  # fmt: skip
 LDS = (
-    (WIDE_FORWARD, "b256-lds3-p2"), (WIDE_FORWARD, "b512-lds2r-p1"),
+    (WIDE_FORWARD, "b256-lds3-p2"), (FP32_WEIGHT, "b256-lds3-p2"), (WIDE_FORWARD, "b512-lds2r-p1"),
     (NARROW_FORWARD, "b256-t64-lds4-p2"), (WIDE_BACKWARD, "b512-lds3-p1"),
     (WIDE_BACKWARD, "b512-lds3r-p1"), (NARROW_BACKWARD, "b256-t64-lds3-p2"),
     (NARROW_BACKWARD, "b128-lds8-p2"),
@@ -56,7 +59,7 @@ LADDER = tuple(
 
 
 def name(value: object) -> str:
-    return f"{value.op}-{value.cols}" if isinstance(value, Problem) else str(value or "ladder")
+    return str(value).replace(" ", "-") if isinstance(value, Problem) else str(value or "ladder")
 
 
 def cases(these: Iterable[tuple[Problem, str | None]]) -> pytest.MarkDecorator:
@@ -255,8 +258,8 @@ def test_a_ring_waits_by_its_counts(problem: Problem, slug: str, libraries: Path
 # 160 KiB of LDS become 64, copies 4 bytes; the last has more copies than the counter can count
 @cases(
     (
-        (WIDE_FORWARD, "b256-lds3-p1"), (WIDE_FORWARD, "b64-lds2-p1"),
-        (NARROW_BACKWARD, "b256-t64-lds3-p1"), (NARROW_BACKWARD, "b128-lds4-p1"),
+        (WIDE_FORWARD, "b256-lds3-p1"), (NARROW_BACKWARD, "b256-t64-lds3-p1"),
+        (NARROW_BACKWARD, "b128-lds4-p1"), (Problem.backward(32768, 4096, "bf16"), "b128-lds3-p1"),
     )
 )  # fmt: skip
 def test_a_ring_of_gfx942_copies_four_bytes_a_lane(
@@ -273,10 +276,10 @@ ALL, COPIES = "wait_memory<ALL < 63 ? ALL : 63>();", "wait_memory<COPIES < 63 ? 
     ("edits", "said"),
     [
         (((ALL, ""), (COPIES, "")), r"waits are \[\]"),
-        (((COPIES, ""),), "no wait for 16 in the first rows"),
-        (((ALL, "wait_memory<ALL + 1>();"),), r"vmcnt\(25\).*not 24"),
-        (((ALL, "wait_memory<COPIES>();"),), r"vmcnt\(16\).*not 24"),
-        (((ALL, "wait_memory<0>();"),), r"vmcnt\(0\).*not 24"),
+        (((COPIES, ""),), "no wait for 8 in the first rows"),
+        (((ALL, "wait_memory<ALL + 1>();"),), r"vmcnt\(17\).*not 16"),
+        (((ALL, "wait_memory<COPIES>();"),), r"vmcnt\(8\).*not 16"),
+        (((ALL, "wait_memory<0>();"),), r"vmcnt\(8\).*not 16"),
     ],
     ids=["removed", "removed at the start", "too loose", "too strict", "drained"],
 )
@@ -285,7 +288,6 @@ def test_a_wrong_wait_of_a_ring_is_seen(
 ) -> None:
     kernel = edited(WIDE_FORWARD, "b256-lds3-p2", libraries, *edits)
     faults = "; ".join(ring_faults(WIDE_FORWARD, "b256-lds3-p2", kernel))
-    assert faults
     assert re.search(said, faults)
 
 
