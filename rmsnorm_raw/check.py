@@ -29,8 +29,6 @@ from rmsnorm_raw import bounds, launch, space
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.backends.cpu import landings
 from rmsnorm_raw.bounds import Bits, Reference, Worst
-from rmsnorm_raw.bounds import reference_backward as reference_backward
-from rmsnorm_raw.bounds import reference_forward as reference_forward
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import InvalidInput, WrongResult
 from rmsnorm_raw.gate import DATA, Case, DeviceEngine, Engine, HostEngine
@@ -250,7 +248,7 @@ def _names(problem: Problem) -> tuple[list[str], list[str]]:
 
 # ---- data and reference of a trial --------------------------------------------------------------
 
-#: the last references by (engine, data set): what a tuner's next config wants again
+#: the last references by (engine, data set): what the next config of a problem wants again
 _references: dict[tuple[type[Engine], Case], Reference] = {}
 REFERENCES_KEPT = 2  # the gate's and the exact case's
 

@@ -1,13 +1,14 @@
-"""Config: the knobs of a kernel, their slug, and the counts that follow from them.
+"""Config: the knobs of a kernel and their slug.
 
-Which values fit a problem is decided in :mod:`rmsnorm_raw.space`; the ladder that picks the default
-is there too, since a default must be one of the kept configs.
+Which values fit a problem is decided in :mod:`rmsnorm_raw.space`, and the default is picked in
+:mod:`rmsnorm_raw.ladder`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,9 +99,17 @@ class Config:
         Raises:
             InvalidConfig: a part that names no knob (with the nearest that does), or one twice.
         """
+        if not slug.strip():
+            raise InvalidConfig(slug, "is empty; a slug reads like 'b256-t256-v16-reg'")
+        parts = slug.strip().split("-")
+        knobs = [_knob(part) for part in parts]
         fields: dict[str, object] = {}
-        for part in slug.strip().split("-"):
-            knob = _parse_part(slug, part)
+        for part, knob in zip(parts, knobs, strict=True):
+            if knob is None:
+                near = _nearest(parts, knobs)
+                raise InvalidConfig(
+                    slug, f"{part!r} names no knob; the nearest valid slug is {near!r}"
+                )
             for field in knob.keys() & fields.keys():
                 raise InvalidConfig(slug, f"{part!r} sets {field} a second time: give a knob once")
             fields.update(knob)
@@ -121,7 +130,8 @@ _EXAMPLES = (
 )  # fmt: skip
 
 
-def _parse_part(slug: str, part: str) -> dict[str, object]:
+def _knob(part: str) -> dict[str, object] | None:
+    """The fields that a part of a slug sets; None where it names no knob."""
     if part in _PATHS:
         return {"path": _PATHS[part]}
     if part in _FINISHES:
@@ -135,6 +145,19 @@ def _parse_part(slug: str, part: str) -> dict[str, object]:
         return {field: _POLICIES[policy[2]]}
     if (number := re.fullmatch(r"([btvwmp])(\d{1,5})", part)) and int(number[2]) > 0:
         return {_NUMBERS[number[1]]: int(number[2])}
-    near = difflib.get_close_matches(part, _EXAMPLES, n=1, cutoff=0.0)
-    hint = slug.replace(part, near[0], 1) if part and near else "b256-t256-v16-reg"
-    raise InvalidConfig(slug, f"{part!r} names no knob; the nearest valid slug is {hint!r}")
+    return None
+
+
+def _nearest(parts: Sequence[str], knobs: Sequence[dict[str, object] | None]) -> str:
+    """The slug with each part that is no knob replaced by the most similar one not given yet."""
+    given = {field for knob in knobs if knob for field in knob}
+    near: list[str] = []
+    for part, knob in zip(parts, knobs, strict=True):
+        if knob is None:
+            similar = difflib.get_close_matches(part, _EXAMPLES, n=len(_EXAMPLES), cutoff=0.0)
+            free = [name for name in similar if not given & (_knob(name) or {}).keys()]
+            part = free[0] if free else ""
+            given |= (_knob(part) or {}).keys()
+        if part and part not in near:
+            near.append(part)
+    return "-".join(near)

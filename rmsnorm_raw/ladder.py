@@ -14,6 +14,7 @@ from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import (
     MAX_ROWS_PER_BLOCK,
+    PROGRAMS,
     covering_lanes,
     reject_reason,
     require_fit,
@@ -27,18 +28,13 @@ def default_config(problem: Problem, device: DeviceSpec) -> Config:
     Raises:
         InvalidConfig: nothing fits; the message carries the reason for the last rung.
     """
-    rungs = list(_rungs(problem, device))
-    for config in rungs:
+    rungs = _forward_rungs if problem.op == "forward" else _backward_rungs
+    *wanted, last = rungs(problem, device)
+    for config in wanted:
         if reject_reason(problem, device, config) is None:
             return config
-    require_fit(problem, device, rungs[-1])
-    raise AssertionError("unreachable: the last rung was refused above")
-
-
-def _rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
-    """Configs from the one wanted to the one that always fits."""
-    rungs = _forward_rungs if problem.op == "forward" else _backward_rungs
-    yield from rungs(problem, device)
+    require_fit(problem, device, last)
+    return last
 
 
 def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
@@ -82,8 +78,8 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     if problem.rows <= device.compute_units:
         # No program has a second row: there is nothing to overlap. A lone row finishes dW itself,
         # 4.4 us instead of 8.1 at 1x4096.
-        lone = problem.need_dweight and problem.rows == 1
-        base = replace(base, finish="last_block" if lone else "kernel")
+        if problem.need_dweight and problem.rows == 1:
+            base = replace(base, finish="last_block")
     elif device.arch == "sm_90" and vectors > 1024:
         # Such rows fill the ring too soon: 762 us from registers at 32768x8192 fp32, 787 by a ring.
         base = replace(base, load_policy="keep", store_policy="stream")
@@ -100,13 +96,11 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     # A lane keeps 32 bytes of each tensor; 64 where a row would take more than 512 lanes.
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
         block = _block(row, least)
-        programs = max(1, threads // block)
-        # Programs that share a multiprocessor overlap each other: two rows a ring are enough, 193
-        # us at 32768x4096 and 201 with three; a lone program wants three, 381 against 384.
-        stages = min(base.stages, 2 if programs > 1 else 3)
-        yield replace(
-            base, block=block, threads_per_row=row, programs=programs, stages=stages
-        )  # fmt: skip
+        for programs in (n for n in reversed(PROGRAMS) if n * block <= max(threads, block)):
+            # Programs that share a multiprocessor overlap each other: two rows a ring are enough,
+            # 193 us at 32768x4096 and 201 with three; a lone program wants three, 381 against 384.
+            stages = min(base.stages, 2 if programs > 1 else 3)
+            yield replace(base, block=block, threads_per_row=row, programs=programs, stages=stages)
     # Lanes that would have to keep more read the ring again: 204 us at 8192x16384 bf16.
     for row in (512, 1024):
         yield Config(
@@ -115,7 +109,8 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
             store_policy=base.store_policy,
         )  # fmt: skip
     # Rows too wide for that go in two passes.
-    yield Config(block=256, vec=vec, path="two_pass", programs=4)
+    for programs in (4, 3, 2, 1):
+        yield Config(block=256, vec=vec, path="two_pass", programs=programs)
 
 
 def _lane_counts(wanted: int) -> Iterator[int]:

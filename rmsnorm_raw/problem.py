@@ -76,9 +76,9 @@ class Problem:
             raise InvalidInput(f"eps is {self.eps}: it must be finite and >= 0")
         if self.alignment not in (2, 4, 8, 16):
             raise InvalidInput(f"alignment is {self.alignment} bytes: use 2, 4, 8 or 16")
-        dtype_name(self.dtype)
-        if self.weight_dtype is not None:
-            dtype_name(self.weight_dtype)
+        for dtype in (self.dtype, self.weight_dtype):
+            if dtype is not None and dtype not in DTYPE_BYTES:
+                raise InvalidInput(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
 
     @classmethod
     def forward(

@@ -9,7 +9,14 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.kernels import backward, forward, prelude, ring, rows
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.space import TILE_CHUNKS, chunks, elements, finish_columns, require_fit
+from rmsnorm_raw.space import (
+    FINISH_BLOCK,
+    TILE_CHUNKS,
+    chunks,
+    elements,
+    finish_columns,
+    require_fit,
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ def render(
         "RR_STORE_POLICY": _POLICY[config.store_policy],
     }
     if config.path == "two_pass":
-        common["TILE_CHUNKS"] = TILE_CHUNKS
+        common["RR_TILE_CHUNKS"] = TILE_CHUNKS
     else:
         common["RR_CHUNKS"] = max(1, chunks(problem, config))
     forward_op = problem.op == "forward"
@@ -109,6 +116,7 @@ def render(
             "RR_NEED_DX": int(problem.need_dx),
             "RR_NEED_DW": int(problem.need_dweight),
             "RR_LAST_BLOCK": int(last_block),
+            "RR_FINISH_BLOCK": FINISH_BLOCK,
             "RR_FINISH_COLUMNS": finish_columns(problem),
         }
         entry_points = ("rmsnorm_backward",)

@@ -36,7 +36,7 @@ PIPELINE_THREADS = 512
 LAST_BLOCK_ROWS = 512
 MAX_RESIDENT_THREADS = 2048  # of a CU or multiprocessor, both vendors
 MAX_ROWS_PER_BLOCK = 16  # in a search; more only lengthens the merge of dW
-#: chunks that the two-pass kernels have in flight at once (TILE_CHUNKS of the kernel text)
+#: chunks that the two-pass kernels have in flight at once (RR_TILE_CHUNKS of the kernel text)
 TILE_CHUNKS = 4
 #: threads of a block that finishes dW
 FINISH_BLOCK = 1024
@@ -166,9 +166,9 @@ def reject_reason(problem: Problem, device: DeviceSpec, config: Config) -> str |
         _reject_threads(device, config)
         or _reject_vec(problem, config)
         or _reject_path(problem, device, config)
-        or _reject_policies(device, config)
+        or _reject_policies(problem, device, config)
         or _reject_bounds(device, config)
-        or _reject_grid(problem, config)
+        or _reject_grid(problem, device, config)
         or _reject_registers(problem, device, config)
         or _reject_lds(problem, device, config)
     )
@@ -206,6 +206,8 @@ def _reject_vec(problem: Problem, config: Config) -> str | None:
 def _reject_path(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
     if config.finish == "last_block" and (problem.op == "forward" or config.path == "two_pass"):
         return "finish is a knob of backward's single kernel: forward has no dW, two_pass its own"
+    if config.finish == "last_block" and not problem.need_dweight:
+        return "finish is of dW, and no dW is asked for"
     if config.path != "lds":
         if config.stages or config.bulk or config.reread:
             return f"stages, bulk and reread belong to path lds, not {config.path}"
@@ -224,7 +226,9 @@ def _reject_path(problem: Problem, device: DeviceSpec, config: Config) -> str | 
     return None
 
 
-def _reject_policies(device: DeviceSpec, config: Config) -> str | None:
+def _reject_policies(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
+    if problem.op == "backward" and not problem.need_dx and config.store_policy != "default":
+        return "store_policy is of dx, and no dx is asked for"
     if device.dialect == "amd" and "keep" in (config.load_policy, config.store_policy):
         return "AMD has no keep policy: use default or stream"
     by_lanes = device.dialect == "cuda" and config.path == "lds" and not config.bulk
@@ -257,7 +261,7 @@ def _reject_bounds(device: DeviceSpec, config: Config) -> str | None:
     return None
 
 
-def _reject_grid(problem: Problem, config: Config) -> str | None:
+def _reject_grid(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
     if problem.op == "forward" and config.path in ("registers", "two_pass"):
         if config.programs:
             return f"forward's path {config.path} has one block a row group: leave programs out"
@@ -266,6 +270,10 @@ def _reject_grid(problem: Problem, config: Config) -> str | None:
         return f"the grid is persistent: programs is one of {PROGRAMS}, not {config.programs}"
     if config.programs * config.block > MAX_RESIDENT_THREADS:
         return f"{config.programs} programs of {config.block} threads cannot share a compute unit"
+    fewer = [replace(config, programs=n) for n in PROGRAMS if n < config.programs]
+    grid = grid_programs(problem, config, device)
+    if fewer and grid_programs(problem, fewer[-1], device) == grid:
+        return f"programs={config.programs} is inert: {grid} blocks are the whole grid with fewer"
     return None
 
 

@@ -1,11 +1,20 @@
-"""Backends shared by the tests. GPU tests skip themselves, and say why (-ra is on)."""
+"""Backends shared by the tests.
+
+GPU tests skip themselves, and say why (-ra is on). Those marked gfx950 need no GPU; what they do
+need, their own conftest.py looks for.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from rmsnorm_raw.backends import Backend, available, get_backend
+from rmsnorm_raw.backends import Backend, available, get_backend, offline
+from rmsnorm_raw.backends.kernel_report import KernelReport
+from rmsnorm_raw.backends.rocm_libraries import VARIABLE
+from rmsnorm_raw.source import Source
 
 # no deadline: the first example of a test may compile a kernel. "steady" tries the same examples in
 # every run, so that a build never fails by luck; look further with --hypothesis-profile=explore
@@ -44,3 +53,53 @@ def cpu32() -> Backend:
 def gpu() -> Backend:
     """The GPU backend of this machine."""
     return get_backend(gpu_name())
+
+
+@pytest.fixture
+def no_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without ROCm: no variables, an empty cache, nothing in ``tmp_path / "rocm"``."""
+    for name in (VARIABLE, "ROCM_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
+    monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path
+
+
+#: a loop that copies a row to LDS and stores one, with one row in flight
+RING_LOOP = (
+    (0, "buffer_load_dwordx4 v8, s[0:3], 0 offen lds"),
+    (8, "s_waitcnt vmcnt(2)"),
+    (12, "ds_read_b128 v[0:3], v8"),
+    (20, "global_store_dwordx4 v[4:5], v[0:3], off"),
+    (28, "s_cbranch_scc1 65528"),
+    (32, "s_endpgm"),
+)
+
+
+@pytest.fixture
+def rocm_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler in the place of AMD's: every kernel takes 64 registers and is RING_LOOP."""
+
+    def compile_offline(source: Source, arch: str) -> offline.OfflineCode:
+        metadata = dict.fromkeys(
+            (".agpr_count", ".vgpr_spill_count", ".sgpr_spill_count", ".kernarg_segment_size",
+             ".private_segment_fixed_size", ".group_segment_fixed_size"), "0",
+        )  # fmt: skip
+        metadata |= {
+            ".vgpr_count": "64", ".sgpr_count": "32", ".wavefront_size": "64",
+            ".max_flat_workgroup_size": "1024",
+        }  # fmt: skip
+        return offline.OfflineCode(
+            functions={
+                name: KernelReport.read(arch, metadata | {".name": name}, RING_LOOP)
+                for name in source.entry_points
+            },
+            resources={},
+            log="",
+            object_digest=source.digest,
+            arch=arch,
+            release="7.0.0",
+            code_object=b"",
+        )
+
+    monkeypatch.setattr(offline, "compile_offline", compile_offline)

@@ -288,7 +288,7 @@ def test_write_inputs_fills_what_is_there_and_leaves_gaps_alone(cpu64: Backend) 
     want = bounds.gate_data("weight", 0, 1, 24, "float32", SEED, exact=False)[0]
     np.testing.assert_array_equal(read["weight"].view(np.uint32), want)
     values = bounds.decode(np.ascontiguousarray(x[:, :24]), "bfloat16")
-    _, rstd = check.reference_forward(values, None, problem.eps)
+    _, rstd = bounds.reference_forward(values, None, problem.eps)
     np.testing.assert_array_equal(read["rstd"].view(np.float32), rstd.astype(np.float32))
 
 

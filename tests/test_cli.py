@@ -171,6 +171,64 @@ def test_inspect_prints_every_entry_point_and_define() -> None:
         assert word in text
 
 
+ABSENT = ("--op", "backward", "--rows", "32768", "--cols", "8192", "--arch", "gfx950")
+
+
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_inspect_of_an_absent_device_says_what_its_kernels_take() -> None:
+    facts = json.loads(done("inspect", *ABSENT, "--config", "b512-lds3-p1", "--json"))
+    kernel = rr.build(rr.Problem.backward(32768, 8192, "bf16"), "b512-lds3-p1", device="gfx950")
+    assert facts["device"] == "AMD Instinct MI355X (gfx950)"
+    assert facts["compiler"] == "hiprtc of ROCm 7.0.0"
+    rows = facts["resources"][0]
+    taken = kernel.resources[rows.pop("entry_point")]
+    assert rows == {name: getattr(taken, name) for name in rows}
+    assert rows["limit"] == "LDS"
+    assert facts["waits"][0] == {
+        "entry_point": "rmsnorm_backward",
+        "at": "0x8",
+        "vmcnt": 2,
+        "waits_for": "1 buffer load to LDS 16 B, 1 global store 16 B",
+        "leaves_in_flight": "1 buffer load to LDS 16 B, 1 global store 16 B",
+    }
+    assert facts["instructions"][0]["buffer load to LDS 16 B"] == 1
+
+
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_inspect_prints_facts_of_kernels_side_by_side() -> None:
+    text = done("inspect", *ABSENT)
+    assert re.search(r"^ entry_point +rmsnorm_backward +rmsnorm_dweight *$", text, re.MULTILINE)
+    assert re.search(r"^ registers +64 +64 *$", text, re.MULTILINE)
+    assert "waits, in the row loop once it has settled" in text
+    assert "1 buffer load to LDS 16 B, 1 global store 16 B" in text
+
+
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_inspect_prints_machine_code_or_source_alone() -> None:
+    kernel = rr.build(rr.Problem.backward(32768, 8192, "bf16"), device="gfx950")
+    assert done("inspect", *ABSENT, "--asm") == kernel.asm + "\n"
+    assert done("inspect", *ABSENT, "--source") == kernel.source.text + "\n"
+
+
+def test_inspect_without_amds_compiler_names_the_command_that_fetches_it(no_rocm: Path) -> None:
+    stderr = refused("inspect", *ABSENT)
+    assert "python -m rmsnorm_raw.backends.rocm_libraries fetch 7.0.0" in stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((*ABSENT, "--backend", "cpu"), "leave one of them out"),
+        ((*CELL, "--asm"), "add --arch gfx950 or --arch gfx942"),
+        ((*ABSENT[:-1], "sm_90"), "'sm_90': use one of gfx950, gfx942"),
+    ],
+)
+def test_inspect_says_which_arguments_do_not_go_together(
+    args: tuple[str, ...], message: str
+) -> None:
+    assert message in refused("inspect", *args)
+
+
 # ---- bench -------------------------------------------------------------------------------------
 
 

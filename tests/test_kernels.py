@@ -92,7 +92,7 @@ def test_what_is_not_asked_for_is_left_out(cpu: Backend, problem: Problem, slug:
     check(problem, Config.parse(slug), cpu)
 
 
-def test_dweight_of_a_last_block_is_the_same_bits_in_any_order_of_blocks(cpu: Backend) -> None:
+def test_a_last_block_leaves_its_counter_ready_for_the_next_run(cpu: Backend) -> None:
     # verify runs backward twice, the second time on a used workspace and counter
     problem = Problem.backward(300, 256, "fp32")
     for programs in (1, 2, 4):

@@ -27,50 +27,40 @@ def fake_libraries(folder: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine without ROCm: no variables, an empty cache, nothing in ``tmp_path / "rocm"``."""
-    for name in (rocm_libraries.VARIABLE, "ROCM_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
-    monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def test_without_rocm_the_message_names_the_command(bare: Path) -> None:
+def test_without_rocm_the_message_names_the_command(no_rocm: Path) -> None:
     with pytest.raises(BackendUnavailable, match=r"no ROCm 7 in .*rocm(.|\n)*fetch 7\.0\.0"):
         compile_offline(EMPTY, "gfx950")
 
 
-def test_installed_rocm_comes_before_the_wheels(bare: Path) -> None:
+def test_installed_rocm_comes_before_the_wheels(no_rocm: Path) -> None:
     newer = fake_libraries(rocm_libraries.wheel_folder("7.2.4"))
     older = fake_libraries(rocm_libraries.wheel_folder("7.0.0"))
     assert find_libraries() == (older, newer)
-    installed = fake_libraries(bare / "rocm" / "lib")
+    installed = fake_libraries(no_rocm / "rocm" / "lib")
     assert find_libraries() == (installed, older, newer)
 
 
-def test_the_variable_comes_before_all(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_libraries(bare / "rocm" / "lib")
-    one, other = fake_libraries(bare / "one"), fake_libraries(bare / "other")
+def test_the_variable_comes_before_all(no_rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_libraries(no_rocm / "rocm" / "lib")
+    one, other = fake_libraries(no_rocm / "one"), fake_libraries(no_rocm / "other")
     monkeypatch.setenv(rocm_libraries.VARIABLE, f"{one}:{other}")
     assert find_libraries() == (one, other)
 
 
 def test_a_variable_that_names_nothing_is_not_passed_over(
-    bare: Path, monkeypatch: pytest.MonkeyPatch
+    no_rocm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake_libraries(bare / "rocm" / "lib")
-    monkeypatch.setenv(rocm_libraries.VARIABLE, str(bare / "absent"))
+    fake_libraries(no_rocm / "rocm" / "lib")
+    monkeypatch.setenv(rocm_libraries.VARIABLE, str(no_rocm / "absent"))
     with pytest.raises(BackendUnavailable, match=r"absent has no libhiprtc\.so\.7"):
         find_libraries()
 
 
-def test_libraries_that_do_not_load(bare: Path) -> None:
+def test_libraries_that_do_not_load(no_rocm: Path) -> None:
     with pytest.raises(
         BackendUnavailable, match=r"do not load: .*libhiprtc\.so\.7: file too short"
     ):
-        compile_offline(EMPTY, "gfx950", libraries=fake_libraries(bare / "empty"))
+        compile_offline(EMPTY, "gfx950", libraries=fake_libraries(no_rocm / "empty"))
 
 
 # ---- fetching the wheel, from a folder instead of an index ---------------------------------------
@@ -82,10 +72,10 @@ FILES = (
 
 
 @pytest.fixture
-def index(bare: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(no_rocm: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """pip sees one wheel, made here: version 10, for Python 3.12 and later."""
     name = "vapoursynth_dfttest2_hiprtc"
-    folder = bare / "index"
+    folder = no_rocm / "index"
     folder.mkdir()
     wheel = folder / f"{name}-10-py3-none-manylinux_2_28_x86_64.whl"
     info = f"{name}-10.dist-info"
@@ -124,11 +114,11 @@ def test_a_fetched_wheel_is_found(index: Path, monkeypatch: pytest.MonkeyPatch) 
     assert fetch_wheel("7.0.0") == folder  # what is here is not fetched again
 
 
-def test_a_wheel_of_another_hash_is_refused(index: Path, bare: Path) -> None:
+def test_a_wheel_of_another_hash_is_refused(index: Path, no_rocm: Path) -> None:
     with pytest.raises(BackendUnavailable, match="not the file that this version") as caught:
-        fetch_wheel("7.0.0", bare / "target")
+        fetch_wheel("7.0.0", no_rocm / "target")
     assert rocm_libraries.WHEELS["7.0.0"].sha256 in str(caught.value)
-    assert not (bare / "target").exists()
+    assert not (no_rocm / "target").exists()
 
 
 def test_a_wheel_that_is_not_to_be_had(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -143,8 +133,8 @@ def test_a_release_without_a_wheel() -> None:
         fetch_wheel("6.4.0")
 
 
-def test_a_folder_of_something_else_is_left_alone(bare: Path) -> None:
-    target = bare / "target"
+def test_a_folder_of_something_else_is_left_alone(no_rocm: Path) -> None:
+    target = no_rocm / "target"
     target.mkdir()
     with pytest.raises(BackendUnavailable, match=r"has no libhiprtc\.so\.7"):
         fetch_wheel("7.0.0", target)

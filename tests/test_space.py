@@ -57,7 +57,18 @@ def test_the_space_of_every_study_cell_is_small_and_holds_the_ladder(device: Dev
         assert all(reason for _, reason in space.rejected)
 
 
-@pytest.mark.parametrize("problem", [WIDE, WIDE_BACKWARD], ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        WIDE,
+        WIDE_BACKWARD,
+        Problem.backward(1, 4096, "bfloat16"),  # grids smaller than the device
+        Problem.backward(256, 4096, "bfloat16"),
+        Problem.backward(256, 4096, "bfloat16", need_dx=False),
+        Problem.backward(256, 4096, "bfloat16", need_dweight=False),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("device", [GFX950, SM_90], ids=lambda d: d.arch)
 def test_no_two_kept_configs_are_the_same_kernel(problem: Problem, device: DeviceSpec) -> None:
     # the grid of a persistent kernel is not in its text, so the launch counts too
@@ -112,6 +123,9 @@ REFUSED = [
     (WIDE, SM_90, "b256-lds3-lk-p1", "cp.async by lanes takes no policy"),
     (Problem.forward(8, 769, "fp16"), SM_90, "b256-v2-lds3-p1", "at least 4 bytes a lane"),
     (WIDE, SM_90, "b256-fl", "forward has no dW"),
+    (Problem.backward(8, 64, "bf16", need_dweight=False), SM_90, "b64-p1-fl", "no dW is asked for"),
+    (Problem.backward(8, 64, "bf16", need_dx=False), SM_90, "b64-p1-ss", "no dx is asked for"),
+    (Problem.backward(8, 4096, "bf16"), SM_90, "b256-p2", "inert: 8 blocks are the whole grid"),
     (WIDE_BACKWARD, SM_90, "b256-2p-p1-fl", "two_pass its own"),
     (WIDE_BACKWARD, GFX950, "b256-lds6-p1", "196736 bytes of LDS a block, and gfx950 has 163840"),
     (WIDE_BACKWARD, SM_90, "b256-lds4-p2", "131200 bytes of LDS a block x 2 programs"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
@@ -8,11 +9,17 @@ import numpy as np
 import pytest
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import bandwidth, ladder, measure, space
+from rmsnorm_raw import bandwidth, ladder, measure, space, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import Roofline
 from rmsnorm_raw.device import KNOWN
-from rmsnorm_raw.errors import CompileError, InvalidConfig, InvalidInput, WrongResult
+from rmsnorm_raw.errors import (
+    BackendUnavailable,
+    CompileError,
+    InvalidConfig,
+    InvalidInput,
+    WrongResult,
+)
 from rmsnorm_raw.measure import Unmeasurable
 from rmsnorm_raw.workbench import Kernel
 
@@ -87,11 +94,6 @@ def test_explain_shows_every_kept_config_and_every_kind_of_refusal(
 # ---- building ----------------------------------------------------------------------------------
 
 
-def test_a_device_by_name_is_explained_and_not_built() -> None:
-    with pytest.raises(InvalidInput, match=r"gfx950.*explain\(problem, 'gfx950'\)"):
-        rr.build(FORWARD, device="gfx950")
-
-
 def test_a_slug_and_a_config_build_the_same_kernel(cpu64: Backend) -> None:
     config = rr.Config(block=128, threads_per_row=32)
     by_slug = rr.build(FORWARD, "b128-t32", backend=cpu64)
@@ -114,6 +116,67 @@ def test_a_kernel_names_itself_in_one_short_line(forward: Kernel) -> None:
     assert "\n" not in repr(forward)
     for part in (str(FORWARD), forward.config.slug, "cpu"):
         assert part in repr(forward)
+
+
+# ---- building for a device that is not here ----------------------------------------------------
+
+
+def test_without_amds_compiler_the_error_names_the_command_that_fetches_it(no_rocm: Path) -> None:
+    with pytest.raises(BackendUnavailable, match=r"rocm_libraries fetch 7\.0\.0"):
+        rr.build(FORWARD, device="gfx950")
+
+
+def test_a_device_that_no_compiler_here_knows_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="'sm_90': use one of gfx950, gfx942"):
+        rr.build(FORWARD, device="sm_90")
+
+
+def test_a_device_and_a_backend_are_refused(cpu64: Backend) -> None:
+    with pytest.raises(InvalidInput, match="give one of the two"):
+        rr.build(FORWARD, device="gfx950", backend=cpu64)
+
+
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_a_kernel_of_an_absent_device_is_the_ladders_for_that_device() -> None:
+    problem = rr.Problem.backward(32768, 8192, "bf16")
+    kernel = rr.build(problem, device="gfx950")
+    assert kernel.config == rr.default_config(problem, "gfx950")
+    assert kernel.source == workbench.render(problem, kernel.config, KNOWN["gfx950"])
+    assert dict(kernel.source.defines)["RR_GFX"] == "950"
+    assert "gfx950 (no device)" in repr(kernel)
+    with pytest.raises(InvalidConfig, match="on gfx942"):
+        rr.build(problem, "b256-lds3-p1", device="gfx942")  # 96 KiB of LDS
+
+
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_its_resources_are_those_of_its_launches() -> None:
+    kernel = rr.build(rr.Problem.backward(32768, 8192, "bf16"), "b512-lds3-p1", device="gfx950")
+    rows, finish = kernel.resources["rmsnorm_backward"], kernel.resources["rmsnorm_dweight"]
+    assert [it.entry_point for it in kernel.launches] == list(kernel.resources)
+    assert rows.dynamic_lds_bytes == kernel.launches[0].lds_bytes > 3 * 2 * 16384
+    assert (rows.waves_per_simd, rows.limit) == (2, "LDS")
+    # two rows in flight when the older is waited for
+    assert (rows.bytes_before_first_wait, rows.cu_bytes_before_first_wait) == (32, 32 * 2 * 256)
+    assert (finish.waves_per_simd, finish.limit) == (4, "grid")
+    assert kernel.asm.count("|     8  s_waitcnt vmcnt(2)") == 2
+    assert kernel.asm.startswith("rmsnorm_backward:\n|     0  buffer_load_dwordx4")
+
+
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_an_absent_device_compiles_edits_and_runs_nothing() -> None:
+    kernel = rr.build(FORWARD, device="gfx950")
+    edited = kernel.with_source(kernel.source.text + "\n")
+    assert edited.release == kernel.release == "7.0.0"
+    assert edited.binary.object_digest != kernel.binary.object_digest
+    for run in (kernel, kernel.check, kernel.bench):
+        with pytest.raises(BackendUnavailable, match=r"MI355X \(gfx950\) without a device"):
+            run()
+    with pytest.raises(BackendUnavailable, match="without a device"):
+        kernel(X, WEIGHT)
+    with pytest.raises(BackendUnavailable, match="without a device"):
+        rr.compare(kernel, edited)
+    with pytest.raises(BackendUnavailable, match="without a device"):
+        rr.roofline(kernel.binary.backend)
 
 
 # ---- the edit loop -----------------------------------------------------------------------------

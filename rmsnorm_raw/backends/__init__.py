@@ -7,7 +7,6 @@ problems or configs.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Sequence
@@ -112,7 +111,6 @@ def available(name: str) -> str | None:
     return _provider(name).why_unavailable(name)
 
 
-@functools.cache
 def _make(name: str, wave: int) -> Backend:
     reason = available(name)
     if reason is not None:

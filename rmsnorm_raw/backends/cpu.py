@@ -51,8 +51,9 @@ def why_unavailable(name: str) -> str | None:
     )
 
 
+@functools.cache
 def make_backend(name: str, wave: int) -> Backend:
-    """A simulator with waves of 64 lanes (AMD's branch of the kernels) or 32 (CUDA's).
+    """The simulator with waves of 64 lanes (AMD's branch of the kernels) or 32 (CUDA's).
 
     Raises:
         InvalidInput: another wave width.

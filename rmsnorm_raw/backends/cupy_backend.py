@@ -32,8 +32,6 @@ WAVE = {"rocm": 64, "cuda": 32}
 AMD_REGISTER_FILE = 4 * 512 * 64
 HIP_ERROR_INVALID_VALUE = 1
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-#: compiled sources that a backend remembers; CuPy keeps the modules themselves until clear_memo()
-CODES_KEPT = 512
 
 
 def why_unavailable(name: str) -> str | None:
@@ -232,11 +230,9 @@ class CupyBackend:
             CompileError: with the slug and the compiler's log.
         """
         digest = source.digest
-        code = self._codes.pop(digest, None) or self._compile(source, digest)
-        self._codes[digest] = code  # the last used stands last
-        if len(self._codes) > CODES_KEPT:
-            del self._codes[next(iter(self._codes))]
-        return code
+        if digest not in self._codes:
+            self._codes[digest] = self._compile(source, digest)
+        return self._codes[digest]
 
     def _compile(self, source: Source, digest: str) -> Code:
         options = ("-std=c++17", *(f"-D{name}={value}" for name, value in source.defines))

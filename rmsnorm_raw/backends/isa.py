@@ -224,9 +224,8 @@ def _settled_body(body: Sequence[int], blocks: Mapping[int, _Block]) -> tuple[In
     instructions between them at most.
     """
     kept: list[Instruction] = []
-    choice: tuple[int, int, Instruction] | None = (
-        None  # the wait that is kept: block, count, itself
-    )
+    # of such waits the one that is kept so far: its block, its count, itself
+    choice: tuple[int, int, Instruction] | None = None
     for each in body:
         avoidable = _can_avoid(each, body, blocks)
         for one in blocks[each].instructions:

@@ -14,22 +14,16 @@ Version 4, ``lds``: as 1, over a ring of rows in LDS; after the reduction a row 
     registers, or (``r``) from the ring again.
 
 dW is finished by ``rmsnorm_dweight``, which adds the partial rows in a fixed order and rounds once,
-or (``-fl``) by the last block to leave, so that few rows need no second launch. Either way it is
-the same bits in every run.
+or (``-fl``) by the last block to leave: a lone block then needs no second launch, more count
+themselves in a counter that is 0 at the start. Either way it is the same bits in every run.
 """
 
 TEXT = r"""
-constexpr bool HAS_WEIGHT = RR_HAS_WEIGHT, HAS_RSTD = RR_HAS_RSTD;
+constexpr bool HAS_RSTD = RR_HAS_RSTD;
 constexpr bool NEED_DX = RR_NEED_DX, NEED_DW = RR_NEED_DW;
 // mean(g * xhat) is needed for dx; a row's own rstd only where none was given
 constexpr bool SUMS_NEEDED = NEED_DX || !HAS_RSTD;
 
-RR_FN XPack load_vector(const void* base, u64 element) {
-  return load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(base, element);
-}
-RR_FN WPack load_weight(const void* weight, u64 element) {
-  return load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, element);
-}
 RR_FN float weighted(const XPack& dout, const WPack& w, int e) {
   return HAS_WEIGHT ? dout[e] * w[e] : dout[e];
 }
@@ -51,18 +45,18 @@ struct RowResult { float rstd, mean; };  // mean(g * xhat)
 RR_FN RowResult finish_row(float dot, float square, float given_rstd, u32 cols, float eps,
                            float* area) {
   const float inverse_cols = 1.0f / (float)cols;
-  RowResult row = {given_rstd, 0.0f};
+  float rstd = given_rstd;
   if constexpr (HAS_RSTD) {
     float sum[1] = {dot};
     row_sum(sum, area);
-    row.mean = sum[0] * row.rstd * inverse_cols;
+    dot = sum[0];
   } else {
     float sum[2] = {dot, square};
     row_sum(sum, area);
-    row.rstd = reciprocal_sqrt(sum[1] * inverse_cols + eps);
-    row.mean = sum[0] * row.rstd * inverse_cols;
+    dot = sum[0];
+    rstd = reciprocal_sqrt(sum[1] * inverse_cols + eps);
   }
-  return row;
+  return {rstd, dot * rstd * inverse_cols};
 }
 
 RR_FN void store_dx(void* dx, u64 element, const XPack& dout, const XPack& x, const WPack& w,
@@ -131,7 +125,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
   auto load_weights = [&] {
 #pragma unroll
     for (int c = 0; c < RR_CHUNKS; ++c) {
-      w[c] = zero_pack<RR_W, RR_ELEMENTS>();
+      w[c] = {};
       if (HAS_WEIGHT && NEED_DX) w[c] = load_weight(weight, safe_element(c, lane, vectors));
 #pragma unroll
       for (int e = 0; e < RR_ELEMENTS; ++e) sums[c][e] = 0.0f;
@@ -307,15 +301,15 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_rows(
   const u64 x_row = (u64)(row * x_stride), dout_row = (u64)(row * dout_stride);
   float dot = 0.0f, square = 0.0f;
   if (row_exists) {
-    for (u32 tile = lane; tile < vectors; tile += TILE_CHUNKS * RR_THREADS_PER_ROW) {
+    for (u32 tile = lane; tile < vectors; tile += RR_TILE_CHUNKS * RR_THREADS_PER_ROW) {
       RowChains chains;
 #pragma unroll
-      for (int c = 0; c < TILE_CHUNKS; ++c) {
+      for (int c = 0; c < RR_TILE_CHUNKS; ++c) {
         const u32 at = tile + c * RR_THREADS_PER_ROW;
         if (at < vectors) {
           const u64 element = (u64)at * RR_ELEMENTS;
-          WPack w = zero_pack<RR_W, RR_ELEMENTS>();
-          XPack dout_part = zero_pack<RR_X, RR_ELEMENTS>();
+          WPack w = {};
+          XPack dout_part = {};
           if constexpr (HAS_WEIGHT && NEED_DX) w = load_weight(weight, element);
           if constexpr (NEED_DX) dout_part = load_vector(dout, dout_row + element);
           chains.add(dout_part, load_vector(x, x_row + element), w);
@@ -345,10 +339,10 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_columns(
   const u32 share = blockIdx.x % shares;
   if (at >= cols / RR_ELEMENTS) return;
   const u64 column = (u64)at * RR_ELEMENTS;
-  WPack w = zero_pack<RR_W, RR_ELEMENTS>();
+  WPack w = {};
   if constexpr (HAS_WEIGHT && NEED_DX) w = load_weight(weight, column);
   float sums[RR_ELEMENTS] = {};
-#pragma unroll TILE_CHUNKS
+#pragma unroll RR_TILE_CHUNKS
   for (i64 row = share; row < rows; row += shares) {
     const XPack dout_part = load_vector(dout, (u64)(row * dout_stride) + column);
     const XPack x_part = load_vector(x, (u64)(row * x_stride) + column);
@@ -374,9 +368,10 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_columns(
 #if RR_NEED_DW && !RR_LAST_BLOCK
 // Adds `partials` rows of fp32 sums. A block has RR_FINISH_COLUMNS columns: a lane group takes
 // every FINISH_GROUPS-th row, then their sums meet in LDS. dweight: (cols) in its own dtype.
-// LDS: FINISH_BLOCK floats.
-constexpr int FINISH_BLOCK = 1024, FINISH_GROUPS = FINISH_BLOCK / RR_FINISH_COLUMNS;
-extern "C" __global__ void __launch_bounds__(FINISH_BLOCK) rmsnorm_dweight(
+// LDS: RR_FINISH_BLOCK floats.
+constexpr int FINISH_GROUPS = RR_FINISH_BLOCK / RR_FINISH_COLUMNS;
+static_assert((FINISH_GROUPS & (FINISH_GROUPS - 1)) == 0, "the groups' sums are added by halves");
+extern "C" __global__ void __launch_bounds__(RR_FINISH_BLOCK) rmsnorm_dweight(
     const float* __restrict__ partial, u32 partials, u32 cols, void* __restrict__ dweight) {
   RR_LDS(lds);
   const u32 group = threadIdx.x / RR_FINISH_COLUMNS, in_block = threadIdx.x % RR_FINISH_COLUMNS;

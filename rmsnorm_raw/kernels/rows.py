@@ -20,6 +20,14 @@ static_assert(BLOCK_WAVES * RR_WAVE == RR_BLOCK, "a block has whole waves");
 
 typedef Pack<RR_X, RR_ELEMENTS> XPack;
 typedef Pack<RR_W, RR_ELEMENTS> WPack;
+constexpr bool HAS_WEIGHT = RR_HAS_WEIGHT;
+RR_FN XPack load_vector(const void* base, u64 element) {
+  return load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(base, element);
+}
+// The weight is read by every row: it never has a policy.
+RR_FN WPack load_weight(const void* weight, u64 element) {
+  return load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, element);
+}
 #if defined(RR_CHUNKS)
 constexpr int CHUNK_ELEMENTS = RR_THREADS_PER_ROW * RR_ELEMENTS;
 // Only the last chunk of a row can be a tail, and only where N is not a multiple of a whole chunk.

@@ -36,8 +36,8 @@ COLUMNS = (
     "low_us", "high_us", "p10_us", "p90_us", "samples", "discarded", "gbps",
     *(f"pct_{probe}" for probe in PERCENT_OF), "simulated", "note",
 )  # fmt: skip
-#: rows of a cell on the simulator. The ladder's largest grid there is 16 programs of 4 rows: they
-#: go round a second time, and an odd number leaves a ragged block wherever a block has several rows
+#: rows of a cell on the simulator. The ladder's largest grid there is 8 programs of 4 rows: they go
+#: round three times, and an odd number leaves a ragged block wherever a block has several rows
 SIMULATED_ROWS = 67
 
 Row = dict[str, str]

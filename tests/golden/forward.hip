@@ -1,12 +1,5 @@
 
-constexpr bool HAS_WEIGHT = RR_HAS_WEIGHT, STORE_RSTD = RR_STORE_RSTD;
-
-RR_FN XPack load_vector(const void* x, u64 element) {
-  return load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>(x, element);
-}
-RR_FN WPack load_weight(const void* weight, u64 element) {
-  return load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, element);
-}
+constexpr bool STORE_RSTD = RR_STORE_RSTD;
 
 RR_FN void add_squares(const XPack& x, float (&chain)[4]) {
 #pragma unroll
@@ -49,10 +42,10 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
   const u64 x_row = (u64)(row * x_stride), y_row = (u64)(row * y_stride);
   float squares = 0.0f;
   if (row_exists) {
-    for (u32 tile = lane; tile < vectors; tile += TILE_CHUNKS * RR_THREADS_PER_ROW) {
+    for (u32 tile = lane; tile < vectors; tile += RR_TILE_CHUNKS * RR_THREADS_PER_ROW) {
       float chain[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-      for (int c = 0; c < TILE_CHUNKS; ++c) {
+      for (int c = 0; c < RR_TILE_CHUNKS; ++c) {
         const u32 at = tile + c * RR_THREADS_PER_ROW;
         if (at < vectors) add_squares(load_vector(x, x_row + (u64)at * RR_ELEMENTS), chain);
       }
@@ -61,7 +54,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
   }
   const float scale = finish_sum(row, squares, 0);
   if (!row_exists) return;
-#pragma unroll TILE_CHUNKS
+#pragma unroll RR_TILE_CHUNKS
   for (u32 at = lane; at < vectors; at += RR_THREADS_PER_ROW) {
     const u64 element = (u64)at * RR_ELEMENTS;
     const XPack again = load_vector(x, x_row + element);

@@ -246,11 +246,6 @@ RR_FN Pack<KIND, COUNT> load_pack(const void* base, u64 element) {
   return pack;
 }
 
-template <int KIND, int COUNT> RR_FN Pack<KIND, COUNT> zero_pack() {
-  Pack<KIND, COUNT> pack = {};
-  return pack;
-}
-
 template <int KIND, int COUNT, int POLICY>
 RR_FN void store_pack(void* base, u64 element, const float (&value)[COUNT]) {
   Pack<KIND, COUNT> pack;

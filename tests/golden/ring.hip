@@ -19,10 +19,6 @@ RR_FN u64 uniform(u64 v) { return (u64)uniform((u32)(v >> 32)) << 32 | uniform((
 #if defined(RR_SIMULATOR)
 #define RR_LDS_POINTER(p) (p)
 template <int N> RR_FN void wait_memory() { rr_sim_wait_vmcnt(N); }
-template <int BYTES> RR_FN Words<BYTES> read_lds(const char* from) {
-  return *(const Words<BYTES>*)from;
-}
-template <int BYTES> RR_FN void wait_read(Words<BYTES>&) {}
 #else
 #define RR_LDS_POINTER(p) ((__attribute__((address_space(3))) char*)(p))
 // Until at most N memory operations of this wave are outstanding. Inline assembly: the builtin does
@@ -104,6 +100,13 @@ RR_FN void copy_bulk(char* to, const void* from, u32 bytes, u64* barrier) {
 #endif
 }
 #endif
+#endif
+
+#if !RR_AMD || defined(RR_SIMULATOR)
+template <int BYTES> RR_FN Words<BYTES> read_lds(const char* from) {
+  return *(const Words<BYTES>*)from;
+}
+template <int BYTES> RR_FN void wait_read(Words<BYTES>&) {}
 #endif
 
 struct RingTensor { const void* base; i64 stride; };
@@ -232,18 +235,10 @@ struct Ring {
   RR_FN void read(int which, Row& kept) const {
     const char* from = at(now, which) + lane * VEC_BYTES;
 #pragma unroll
-    for (int c = 0; c < RR_CHUNKS; ++c) {
-      const char* vector = from + c * RR_THREADS_PER_ROW * VEC_BYTES;
-#if RR_AMD
-      kept[c].piece[0] = read_lds<VEC_BYTES>(vector);
-    }
+    for (int c = 0; c < RR_CHUNKS; ++c)
+      kept[c].piece[0] = read_lds<VEC_BYTES>(from + c * RR_THREADS_PER_ROW * VEC_BYTES);
 #pragma unroll
-    for (int c = 0; c < RR_CHUNKS; ++c) {
-      wait_read(kept[c].piece[0]);
-#else
-      kept[c].piece[0] = *(const Words<VEC_BYTES>*)vector;
-#endif
-    }
+    for (int c = 0; c < RR_CHUNKS; ++c) wait_read(kept[c].piece[0]);
   }
 
   RR_FN void next() {
