@@ -16,6 +16,7 @@ from rmsnorm_raw.space import (
     MAX_ROWS_PER_BLOCK,
     PROGRAMS,
     covering_lanes,
+    inert_reason,
     reject_reason,
     require_fit,
     row_vectors,
@@ -31,7 +32,7 @@ def default_config(problem: Problem, device: DeviceSpec) -> Config:
     rungs = _forward_rungs if problem.op == "forward" else _backward_rungs
     *wanted, last = rungs(problem, device)
     for config in wanted:
-        if reject_reason(problem, device, config) is None:
+        if not (reject_reason(problem, device, config) or inert_reason(problem, device, config)):
             return config
     require_fit(problem, device, last)
     return last

@@ -3,7 +3,8 @@
 What the REPL, the command line and the probes time is timed here, and the suites keep its rules on
 a clock of pytest-benchmark's (``perf/clock.py``). A sample is an event, the queue-ahead (copies of
 twice the last-level cache), an event, the call, an event; the host enqueues all of it without
-waiting. The middle event cannot fire before the queue-ahead is done. So if the host was done by then, the device never waited for it between the last two events:
+waiting. The middle event cannot fire before the queue-ahead is done. So if the host was done by
+then, the device never waited for it between the last two events:
 
     host time from before the first event to after the last <= device time between the first two
 

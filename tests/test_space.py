@@ -25,6 +25,7 @@ from rmsnorm_raw.space import (
     elements,
     enumerate_configs,
     grid_programs,
+    inert_reason,
     lds_bytes,
     reject_reason,
     require_fit,
@@ -123,9 +124,6 @@ REFUSED = [
     (WIDE, SM_90, "b256-lds3-lk-p1", "cp.async by lanes takes no policy"),
     (Problem.forward(8, 769, "fp16"), SM_90, "b256-v2-lds3-p1", "at least 4 bytes a lane"),
     (WIDE, SM_90, "b256-fl", "forward has no dW"),
-    (Problem.backward(8, 64, "bf16", need_dweight=False), SM_90, "b64-p1-fl", "no dW is asked for"),
-    (Problem.backward(8, 64, "bf16", need_dx=False), SM_90, "b64-p1-ss", "no dx is asked for"),
-    (Problem.backward(8, 4096, "bf16"), SM_90, "b256-p2", "inert: 8 blocks are the whole grid"),
     (WIDE_BACKWARD, SM_90, "b256-2p-p1-fl", "two_pass its own"),
     (WIDE_BACKWARD, GFX950, "b256-lds6-p1", "196736 bytes of LDS a block, and gfx950 has 163840"),
     (WIDE_BACKWARD, SM_90, "b256-lds4-p2", "131200 bytes of LDS a block x 2 programs"),
@@ -155,6 +153,21 @@ def test_refusals_carry_their_reason(
     with pytest.raises(InvalidConfig, match=says) as error:
         require_fit(problem, device, Config.parse(slug))
     assert error.value.slug == Config.parse(slug).slug
+
+
+@pytest.mark.parametrize(
+    ("problem", "slug", "says"),
+    [
+        (Problem.backward(8, 4096, "bf16", need_dweight=False), "b256-p1-fl", "finish is inert"),
+        (Problem.backward(8, 4096, "bf16", need_dx=False), "b256-p1-ss", "store_policy is inert"),
+        (Problem.backward(8, 4096, "bf16"), "b256-p2", "8 blocks are the whole grid"),
+    ],
+)
+def test_what_is_inert_serves_and_is_not_searched(problem: Problem, slug: str, says: str) -> None:
+    config = Config.parse(slug)
+    require_fit(problem, SM_90, config)
+    assert says in (inert_reason(problem, SM_90, config) or "")
+    assert config not in enumerate_configs(problem, SM_90).kept
 
 
 def test_lds_over_the_limit_is_refused_with_its_bytes() -> None:
