@@ -252,6 +252,7 @@ def bench(
         step(0, 4, "build")
         kernel = workbench.build(problem, config, backend=backend)
         where = kernel.binary.backend
+        path = _out_dir(out, where.device) / "bench.json"
         step(1, 4, "verify")
         verdict = kernel.check()
         step(2, 4, "time")
@@ -273,7 +274,6 @@ def bench(
         "samples": asdict(samples),
         "roofline": roofline and roofline_facts(roofline),
     }
-    path = _out_dir(out, where.device) / "bench.json"
     environment.write(path, facts)
     _print_rows([row])
     print(f"gate: {verdict}")
@@ -325,10 +325,17 @@ def _problem(op: Op, rows: int, cols: int, dtype: str, weight_dtype: str) -> Pro
 
 
 def _out_dir(chosen: Path | None, device: DeviceSpec) -> Path:
-    if chosen is not None:
-        return chosen
+    """The folder of a run's files, made before anything is measured."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
-    return Path("rmsnorm-raw-results", name, time.strftime("%Y%m%dT%H%M%SZ", time.gmtime()))
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    out = chosen or Path("rmsnorm-raw-results", name, now)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"--out {out}: {error.strerror}; give a folder that you can write"
+        ) from error
+    return out
 
 
 @contextlib.contextmanager

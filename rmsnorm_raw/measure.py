@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
@@ -54,7 +54,7 @@ class Unmeasurable(RmsnormRawError, RuntimeError):
     """There is no honest time to be had: the message says why and what can be measured instead."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Samples:
     """Times of one operation.
 
@@ -69,7 +69,7 @@ class Samples:
         simulated: the times are the CPU simulator's, by the host's clock, and mean nothing.
     """
 
-    times_us: tuple[float, ...] = field(repr=False)
+    times_us: tuple[float, ...]
     regime: Regime
     stopped: str
     clones: int
@@ -108,14 +108,18 @@ class Samples:
         return moved_bytes / self.median_us / 1e3
 
     def __str__(self) -> str:
+        unit = "simulated us" if self.simulated else "us"
         text = (
-            f"{self.median_us:.1f} us [{self.low_us:.1f}, {self.high_us:.1f}], "
+            f"{self.median_us:.1f} {unit} [{self.low_us:.1f}, {self.high_us:.1f}], "
             f"p10 {self.p10_us:.1f}, p90 {self.p90_us:.1f}, "
             f"{len(self.times_us)} samples {self.regime}; {self.stopped}"
         )
         if self.discarded:
             text += f"; {self.discarded} discarded, host late by up to {self.late_us:.0f} us"
         return text
+
+    def __repr__(self) -> str:
+        return f"<Samples {self}>"
 
 
 class Limits(TypedDict, total=False):
@@ -171,10 +175,12 @@ def time_interleaved(
         warmup_s: device-busy seconds of warm-up of a contender.
 
     Raises:
-        InvalidInput: no calls, or limits that contradict each other.
+        InvalidInput: no calls, no such regime, or limits that contradict each other.
         Unmeasurable: a call waits for the device, so no sample is free of host time; or steady
             times are asked of the simulator.
     """
+    if regime not in ("cold", "steady"):
+        raise InvalidInput(f"regime {regime!r} is not 'cold' or 'steady'")
     if not contenders or not all(contenders):
         raise InvalidInput("there are no calls to time: give at least one call a contender")
     if not stats.MIN_SAMPLES <= min_samples <= max_samples:
@@ -352,7 +358,8 @@ def measure(
     """
     check.require(verdict, problem, config)
     clones = clone_plans(problem, config, binary, stream=stream)
-    if regime == "steady" and not clones.exceed_cache:
+    simulated = binary.backend.device.simulated
+    if regime == "steady" and not simulated and not clones.exceed_cache:
         raise Unmeasurable(
             f"{problem}: {len(clones.plans)} clones of {clones.clone_bytes:,} B do not exceed "
             f"{ROTATED_CACHES} last-level caches ({clones.cache_bytes:,} B), so steady times would "

@@ -264,7 +264,8 @@ def _reject_grid(problem: Problem, config: Config) -> str | None:
             return f"forward's path {config.path} has one block a row group: leave programs out"
         return None
     if config.programs not in PROGRAMS:
-        return f"the grid is persistent: programs is one of {PROGRAMS}, not {config.programs}"
+        offered = ", ".join(f"-p{n}" for n in PROGRAMS)
+        return f"the grid is persistent: add programs, one of {offered}; not {config.programs}"
     if config.programs * config.block > MAX_RESIDENT_THREADS:
         return f"{config.programs} programs of {config.block} threads cannot share a compute unit"
     return None

@@ -116,7 +116,7 @@ REFUSED = [
     (WIDE, GFX950, "b256-v4", "vec is 16 or 8 bytes here"),
     (Problem.forward(8, 769, "fp16"), GFX950, "b256-v16", "vec is 2 bytes here.*1538 bytes"),
     (Problem.forward(8, 768, "fp16", alignment=4), GFX950, "b256-v16", "aligned to 4"),
-    (WIDE, GFX950, "b256-pp", "the grid is persistent: programs is one of"),
+    (WIDE, GFX950, "b256-pp", "the grid is persistent: add programs, one of -p1"),
     (WIDE, GFX950, "b256-lds9-p1", "2 to 8 stages, not 9"),
     (WIDE, GFX950, "b256-lds3b-p1", "bulk row copies are sm_90's; gfx950 copies by lanes"),
     (WIDE, SM_90, "b256-v8-lds3b-p1", "whole 16-byte vectors"),

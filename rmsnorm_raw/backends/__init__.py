@@ -130,7 +130,9 @@ def get_backend(name: str | None = None, *, wave: int = 64) -> Backend:
         InvalidInput: no backend has that name.
         BackendUnavailable: it cannot run here; the message names what to install.
     """
-    name = name or os.environ.get("RMSNORM_RAW_BACKEND") or None
+    asked = os.environ.get("RMSNORM_RAW_BACKEND")
+    origin = f" (from RMSNORM_RAW_BACKEND={asked})" if asked and not name else ""
+    name = name or asked or None
     if name is None:
         for candidate in NAMES:
             if available(candidate) is None:
@@ -139,5 +141,5 @@ def get_backend(name: str | None = None, *, wave: int = 64) -> Backend:
             "no backend can run here:\n  " + "\n  ".join(f"{n}: {available(n)}" for n in NAMES)
         )
     if name not in NAMES:
-        raise InvalidInput(f"backend {name!r} is not one of {', '.join(NAMES)}")
+        raise InvalidInput(f"backend {name!r} is not one of {', '.join(NAMES)}{origin}")
     return _make(name, wave)

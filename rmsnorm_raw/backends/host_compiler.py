@@ -99,7 +99,13 @@ def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:
 
 
 def _compile(unit: str, command: tuple[str, ...], entry: Path, slug: str) -> HostObject:
-    entry.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BackendUnavailable(
+            f"the cache folder {entry.parent} cannot be made ({error.strerror}): set "
+            "RMSNORM_RAW_CACHE_DIR to a folder that you can write"
+        ) from error
     with tempfile.TemporaryDirectory(dir=entry.parent) as scratch:
         Path(scratch, "unit.cpp").write_text(unit, encoding="utf-8")
         done = subprocess.run(
