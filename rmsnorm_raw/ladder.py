@@ -92,7 +92,7 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         )  # fmt: skip
     else:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
-        # the default for that reason, unmeasured (gfx950: 128 VGPRs).
+        # the default for that reason, unmeasured (gfx950: 124 to 157 VGPRs).
         base = replace(base, path="pingpong")
     # A lane keeps 32 bytes of each tensor; 64 where a row would take more than 512 lanes.
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):

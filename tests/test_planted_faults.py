@@ -86,7 +86,7 @@ ONE_BY_ONE = Problem.forward(6, 201, "bf16", alignment=2)
             "y: byte 0 after the last row", id="one element past the row",
         ),
         pytest.param(
-            FORWARD, "b256-t64-v16-reg", "if (row < rows && in_row", "if (in_row",
+            FORWARD, "b256-t64-v16-reg", "if (slot_has_row(row, rows) && in_row", "if (in_row",
             "after the last row", id="rows past the last",
         ),
         pytest.param(

@@ -39,13 +39,17 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
   const u32 vectors = cols / RR_ELEMENTS;
   const u32 lane = threadIdx.x % RR_THREADS_PER_ROW, slot = threadIdx.x / RR_THREADS_PER_ROW;
   const i64 first = (i64)blockIdx.x * BLOCK_ROWS;  // of the block's rows, one a slot
+#if RR_AMD && !defined(RR_SIMULATOR)
+  // hiprtc would load these arguments where they are used, one by one after the barrier
+  asm volatile("" ::"s"(y), "s"(y_stride), "s"(rstd), "s"(eps));
+#endif
 
   // rstd of a row, from what this lane has added up
   auto finish_sum = [&](i64 row, float lane_squares, int area) {
     float sum[1] = {lane_squares};
     row_sum(sum, lds + area * 2 * BLOCK_WAVES);
     const float scale = reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps);
-    if (STORE_RSTD && lane == 0 && row < rows) rstd[row] = scale;
+    if (STORE_RSTD && lane == 0 && slot_has_row(row, rows)) rstd[row] = scale;
     return scale;
   };
 
@@ -91,8 +95,11 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
     return finish_sum(row, tree_sum(chain), area);
   };
   // The weight is asked for early where registers allow: a persistent program keeps it, and a lone
-  // row then waits for memory once.
-  constexpr bool EARLY_WEIGHT = HAS_WEIGHT && RR_CHUNKS * (XPack::BYTES + WPack::BYTES) <= 128;
+  // row then waits for memory once. On AMD a persistent program always does: memory operations end
+  // in order there, and to load the weight again would drain the rows in flight.
+  constexpr bool EARLY_WEIGHT =
+      HAS_WEIGHT && ((RR_AMD && RR_PATH != PATH_REGISTERS) ||
+                     RR_CHUNKS * (XPack::BYTES + WPack::BYTES) <= 128);
   WPack early[EARLY_WEIGHT ? RR_CHUNKS : 1];
   auto load_early = [&] {
     if constexpr (EARLY_WEIGHT) {
@@ -104,7 +111,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
   auto store_row = [&](i64 row, const Row& kept, float scale) {
 #pragma unroll
     for (int c = 0; c < RR_CHUNKS; ++c) {
-      if (row < rows && in_row(c, lane, vectors)) {
+      if (slot_has_row(row, rows) && in_row(c, lane, vectors)) {
         WPack w = {};
         const u64 element = chunk_element(c, lane);
         if constexpr (EARLY_WEIGHT) w = early[c];
@@ -118,23 +125,26 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
   Row kept;
   load_row(first + slot, kept);
   load_early();
+  loads_first();
   store_row(first + slot, kept, sum_row(first + slot, kept, 0));
 
 #elif RR_PATH == PATH_PINGPONG
   const i64 step = (i64)gridDim.x * BLOCK_ROWS;
   Row ping, pong;
-  load_row(first + slot, ping);
   load_early();
-  for (i64 group = first; group < rows; group += 2 * step) {
-    const i64 row = group + slot;
-    load_row(row + step, pong);
-    after_loads(ping);
-    store_row(row, ping, sum_row(row, ping, 0));
-    if (group + step >= rows) break;
-    load_row(row + 2 * step, ping);
-    after_loads(pong);
-    store_row(row + step, pong, sum_row(row + step, pong, 1));
+  load_row(first + slot, ping);
+  if constexpr (EARLY_WEIGHT) after_loads(early);  // or the loop's wait for it is for rows too
+  auto work = [&](i64 row, Row& kept, Row& next, int area) {
+    load_row(row + step, next);
+    after_loads(kept);
+    store_row(row, kept, sum_row(row, kept, area));
+  };
+  i64 group = first;
+  for (; group + step < rows; group += 2 * step) {
+    work(group + slot, ping, pong, 0);
+    work(group + step + slot, pong, ping, 1);
   }
+  if (group < rows) store_row(group + slot, ping, sum_row(group + slot, ping, 0));
 
 #else
   const i64 step = (i64)gridDim.x * BLOCK_ROWS;

@@ -1,8 +1,8 @@
 """Rows: how the lanes of a block share them, what a lane keeps, and how sums cross waves.
 
 Version 1: rows over part of a wave or over whole waves; one barrier a row.
-Version 2: scalar loads of a row's float, sums exchanged past an LDS ring in flight, and loads that
-    are not under a condition.
+Version 2: sums exchanged past an LDS ring in flight, loads that are not under a condition, and a
+    row's float loaded so that its wait drains no row in flight.
 """
 
 TEXT = r"""
@@ -47,35 +47,55 @@ RR_FN u64 safe_element(int c, u32 lane, u32 vectors) {
 }
 typedef XPack Row[RR_CHUNKS];  // what a lane keeps of a row
 
-// Keeps the work on a row behind the loads that come before this: hiprtc would begin to convert the
-// row first, and so wait for it before the next row is asked for.
-RR_FN void after_loads(Row& row) {
+// Nothing moves across this: hiprtc would work on what has come before it asks for the rest.
+RR_FN void loads_first() {
+#if RR_AMD && !defined(RR_SIMULATOR)
+  __builtin_amdgcn_sched_barrier(0);
+#endif
+}
+
+// Waits for loaded vectors: after the loads before this are issued, before any work on them.
+template <typename Kept, int COUNT> RR_FN void after_loads(Kept (&pack)[COUNT]) {
+  loads_first();
 #if RR_AMD && !defined(RR_SIMULATOR)
 #pragma unroll
-  for (int c = 0; c < RR_CHUNKS; ++c) {
-    typedef typename Native<XPack::PIECE>::type T;
-    Words<XPack::PIECE>& piece = row[c].piece[0];
-    T v = __builtin_bit_cast(T, piece);
-    asm volatile("" : "+v"(v)::"memory");
-    piece = __builtin_bit_cast(Words<XPack::PIECE>, v);
+  for (int c = 0; c < COUNT; ++c) {
+#pragma unroll
+    for (int i = 0; i < Kept::PIECES; ++i) {
+      typedef typename Native<Kept::PIECE>::type T;
+      Words<Kept::PIECE>& piece = pack[c].piece[i];
+      T v = __builtin_bit_cast(T, piece);
+      asm volatile("" : "+v"(v)::"memory");
+      piece = __builtin_bit_cast(Words<Kept::PIECE>, v);
+    }
   }
 #endif
 }
 #endif
 
-// A float of a row, which the kernel does not write. Where whole waves work on a row, AMD loads it
-// into a scalar register, outside the vector memory counter: its wait drains no row in flight.
+// Whether a row slot of the block has a row: always, where a block takes one row at a time. A store
+// that some path skips does not count: hiprtc would wait for it before the next row's sum.
+RR_FN bool slot_has_row(i64 row, i64 rows) { return BLOCK_ROWS == 1 || row < rows; }
+
+// A float of a row, which the kernel does not write. On AMD a plain load would be put off to its
+// use, and the row would wait for memory twice. A relaxed atomic one stays where it is and is a
+// vector load: it comes in order, with the row that is loaded after it. Over an LDS ring it must
+// not count as a memory operation: there it is a scalar load, asked for before the ring's wait,
+// since the next access to LDS waits for it too.
 RR_FN float load_row_float(const float* base, i64 row) {
 #if RR_AMD && !defined(RR_SIMULATOR)
-  if constexpr (RR_THREADS_PER_ROW % RR_WAVE == 0) {
-    typedef const __attribute__((address_space(4))) float* Constant;
-    const u64 address = (u64)(base + row);
-    const u32 low = (u32)__builtin_amdgcn_readfirstlane((int)(u32)address);
-    const u32 high = (u32)__builtin_amdgcn_readfirstlane((int)(u32)(address >> 32));
-    return *(Constant)((u64)high << 32 | low);
-  }
+#if RR_PATH == PATH_LDS
+  typedef const __attribute__((address_space(4))) float* Constant;
+  const u64 address = (u64)(base + row);
+  const u32 low = (u32)__builtin_amdgcn_readfirstlane((int)(u32)address);
+  const u32 high = (u32)__builtin_amdgcn_readfirstlane((int)(u32)(address >> 32));
+  return *(Constant)((u64)high << 32 | low);
+#else
+  return __hip_atomic_load(base + row, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WAVEFRONT);
 #endif
+#else
   return base[row];
+#endif
 }
 
 // How the waves of a block exchange sums. Over an LDS ring AMD's accesses and barrier are written

@@ -111,18 +111,18 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
       for (int e = 0; e < RR_ELEMENTS; ++e) sums[c][e] = 0.0f;
     }
   };
-  [[maybe_unused]] auto load_row = [&](i64 row, Row& x_kept, Row& dout_kept) {
+  auto load_rstd = [&](i64 row) {
+    return HAS_RSTD ? load_row_float(rstd, row < rows ? row : rows - 1) : 0.0f;
+  };
+  [[maybe_unused]] auto load_row = [&](i64 row, float& given, Row& x_kept, Row& dout_kept) {
     const i64 from = row < rows ? row : rows - 1;  // past the end: loaded and never used
+    given = load_rstd(row);
 #pragma unroll
     for (int c = 0; c < RR_CHUNKS; ++c) {
       const u64 element = safe_element(c, lane, vectors);
       x_kept[c] = load_vector(x, (u64)(from * x_stride) + element);
       dout_kept[c] = load_vector(dout, (u64)(from * dout_stride) + element);
     }
-  };
-  // Asked for a row ahead: a lone float takes as long to come as the row does.
-  auto load_rstd = [&](i64 row) {
-    return HAS_RSTD ? load_row_float(rstd, row < rows ? row : rows - 1) : 0.0f;
   };
   auto sum_row = [&](float given, const Row& x_kept, const Row& dout_kept, int area) {
     RowResult result = {given, 0.0f};
@@ -137,7 +137,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
     return result;
   };
   auto store_row = [&](i64 row, const Row& x_kept, const Row& dout_kept, RowResult result) {
-    if (row >= rows) return;
+    if (!slot_has_row(row, rows)) return;
 #pragma unroll
     for (int c = 0; c < RR_CHUNKS; ++c) {
       if (NEED_DW) {
@@ -153,39 +153,36 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
 
 #if RR_PATH == PATH_REGISTERS
   load_weights();
-  float given = load_rstd(first + slot);
   int area = 0;
   for (i64 group = first; group < rows; group += step) {
     const i64 row = group + slot;
+    float given;
     Row x_kept, dout_kept;
-    load_row(row, x_kept, dout_kept);
-    const RowResult result = sum_row(given, x_kept, dout_kept, area);
-    given = load_rstd(row + step);
-    store_row(row, x_kept, dout_kept, result);
+    load_row(row, given, x_kept, dout_kept);
+    store_row(row, x_kept, dout_kept, sum_row(given, x_kept, dout_kept, area));
     area ^= 1;
   }
 
 #elif RR_PATH == PATH_PINGPONG
+  float ping, pong;  // rstd
   Row x_ping, dout_ping, x_pong, dout_pong;
-  load_row(first + slot, x_ping, dout_ping);
   load_weights();
-  float given = load_rstd(first + slot);
-  for (i64 group = first; group < rows; group += 2 * step) {
-    const i64 row = group + slot;
-    load_row(row + step, x_pong, dout_pong);
-    after_loads(x_ping);
-    after_loads(dout_ping);
-    const RowResult ping = sum_row(given, x_ping, dout_ping, 0);
-    given = load_rstd(row + step);
-    store_row(row, x_ping, dout_ping, ping);
-    if (group + step >= rows) break;
-    load_row(row + 2 * step, x_ping, dout_ping);
-    after_loads(x_pong);
-    after_loads(dout_pong);
-    const RowResult pong = sum_row(given, x_pong, dout_pong, 1);
-    given = load_rstd(row + 2 * step);
-    store_row(row + step, x_pong, dout_pong, pong);
+  load_row(first + slot, ping, x_ping, dout_ping);
+  if constexpr (HAS_WEIGHT && NEED_DX) after_loads(w);  // or the loop's wait for it is for rows too
+  auto work = [&](i64 row, float given, Row& x_kept, Row& dout_kept, float& next, Row& x_next,
+                  Row& dout_next, int area) {
+    load_row(row + step, next, x_next, dout_next);
+    after_loads(x_kept);
+    after_loads(dout_kept);
+    store_row(row, x_kept, dout_kept, sum_row(given, x_kept, dout_kept, area));
+  };
+  i64 group = first;
+  for (; group + step < rows; group += 2 * step) {
+    work(group + slot, ping, x_ping, dout_ping, pong, x_pong, dout_pong, 0);
+    work(group + step + slot, pong, x_pong, dout_pong, ping, x_ping, dout_ping, 1);
   }
+  if (group < rows)
+    store_row(group + slot, x_ping, dout_ping, sum_row(ping, x_ping, dout_ping, 0));
 
 #else
   Ring ring = {};
@@ -199,12 +196,12 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
   for (i64 group = first; group < rows; group += step) {
     const i64 row = group + slot;
     if (!RR_BULK) ring.refill(row, step);
+    const float next = load_rstd(row + step);
     ring.wait();
     Row x_kept, dout_kept;
     ring.read(0, x_kept);
     ring.read(1, dout_kept);
     const RowResult result = sum_row(given, x_kept, dout_kept, area);
-    given = load_rstd(row + step);
     area ^= 1;
     if (RR_BULK && !SUMS_NEEDED) __syncthreads();
     if (RR_BULK) ring.refill(row, step);
@@ -213,6 +210,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
       ring.read(1, dout_kept);
     }
     store_row(row, x_kept, dout_kept, result);
+    given = next;
     ring.next();
   }
   ring.close();
