@@ -174,18 +174,19 @@ class Reference(NamedTuple):
     columns: Floats
 
 
-def row_terms(sums: Floats, cols: int, eps: float, *, round_rstd: bool) -> Floats:
+def row_terms(sums: Floats, cols: int, eps: float, *, given: float = 0.0) -> Floats:
     """(3, rows): rstd, mean(g * xhat), mean|g * xhat| from sums of x**2, g * x and |g * x|.
 
     Args:
         sums: (3, rows).
         cols: N >= 1.
         eps: added to the mean square.
-        round_rstd: take rstd as fp32 holds it, for a kernel that is given it.
+        given: for a kernel that is given rstd: this multiple of it, as fp32 holds it; 0.0 for one
+            that computes it.
     """
     rstd = 1.0 / np.sqrt(sums[0] / cols + eps)
-    if round_rstd:
-        rstd = rstd.astype(np.float32).astype(np.float64)
+    if given:
+        rstd = (rstd * given).astype(np.float32).astype(np.float64)
     return np.stack([rstd, sums[1] * rstd / cols, sums[2] * rstd / cols])
 
 
@@ -216,7 +217,7 @@ def dx_and_scale(
 
 def reference_forward(x: Floats, weight: Floats | None, eps: float) -> tuple[Floats, Floats]:
     """RMSNorm in float64: y (rows, cols) and rstd (rows,) of x (rows, cols) and weight (cols,)."""
-    rstd = row_terms(row_sums(None, x, weight), x.shape[1], eps, round_rstd=False)[0]
+    rstd = row_terms(row_sums(None, x, weight), x.shape[1], eps)[0]
     return y_and_scale(x, weight, rstd)[0], rstd
 
 
@@ -233,7 +234,7 @@ def reference_backward(
         eps: added to the mean square where rstd is None.
     """
     sums, cols = row_sums(dout, x, weight), x.shape[1]
-    terms = row_terms(sums, cols, eps, round_rstd=False)
+    terms = row_terms(sums, cols, eps)
     if rstd is not None:
         terms = np.stack([rstd, sums[1] * rstd / cols, sums[2] * rstd / cols])
     dweight = (dout * x * terms[0][:, None]).sum(axis=0)

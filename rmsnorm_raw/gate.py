@@ -28,11 +28,15 @@ REFERENCE = Source("rmsnorm_reference.hip", kernels.TEXT, (), kernels.ENTRY_POIN
 
 
 class Case(NamedTuple):
-    """One data set of one problem: the gate's, or the exact one of :func:`bounds.gate_data`."""
+    """One data set of one problem: the gate's, or the exact one of :func:`bounds.gate_data`.
+
+    ``given``: backward is given this multiple of its rstd, where it is given one.
+    """
 
     problem: Problem
     seed: int
     exact: bool
+    given: float = 1.0
 
     def shape(self, name: str) -> tuple[int, int, str]:
         """(rows, cols, dtype) of a tensor; rstd is a column, weight and dweight are one row."""

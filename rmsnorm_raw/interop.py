@@ -133,6 +133,11 @@ def view(array: Any, stream: int | None = None) -> View:
             f"a {type(array).__name__} is no array: pass a NumPy, CuPy, torch or JAX array, or any "
             "other object with __dlpack__"
         )
+    if not seen.address and 0 not in seen.shape:
+        raise InvalidInput(
+            f"the {type(array).__name__} of shape {seen.shape} has no memory (a fake tensor, or "
+            "one whose storage was freed): pass an array that holds data"
+        )
     if seen.address % seen.element_bytes and 0 not in seen.shape:
         raise InvalidInput(
             f"the array's address is not a multiple of its element's {seen.element_bytes} bytes: "
@@ -311,7 +316,7 @@ class _Torch(Library):
             dtype=str(tensor.dtype).removeprefix("torch."),
             element_bytes=tensor.element_size(),
             device=_gpu(gpu, tensor.get_device()) if tensor.is_cuda else CPU,
-            writable=not array.requires_grad,
+            writable=tensor is array,  # else: under autograd, or negated on the way
             library=self,
             owner=tensor,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 #: the short names used in tables and CSV files
 SHORT_NAME = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MAX_COLS = 1 << 20
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def dtype_name(name: str) -> str:
@@ -44,7 +45,7 @@ class Problem:
         cols: N, the elements of a row; 0 <= N <= 1,048,576.
         dtype: of x, y, dout and dx.
         weight_dtype: of weight and dweight; None for no weight.
-        eps: added to the mean square; finite and >= 0.
+        eps: added to the mean square; a number >= 0 that float32 can hold.
         store_rstd: forward also writes rstd, float32 (rows,).
         has_rstd: backward is given rstd; otherwise it recomputes it from eps.
         need_dx: backward writes dx.
@@ -66,14 +67,19 @@ class Problem:
     alignment: int = 16
 
     def __post_init__(self) -> None:
+        for name in ("rows", "cols"):
+            if not isinstance(getattr(self, name), numbers.Integral):
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}: it must be an integer")
         if self.rows < 0:
             raise InvalidInput(f"rows is {self.rows}: it must be >= 0")
         if not 0 <= self.cols <= MAX_COLS:
             raise InvalidInput(
                 f"cols is {self.cols}: rows of 0 to {MAX_COLS:,} elements are served"
             )
-        if not (math.isfinite(self.eps) and self.eps >= 0):
-            raise InvalidInput(f"eps is {self.eps}: it must be finite and >= 0")
+        if not (isinstance(self.eps, numbers.Real) and 0 <= self.eps <= MAX_FLOAT32):
+            raise InvalidInput(
+                f"eps is {self.eps!r}: it must be a number >= 0 that float32 can hold"
+            )
         if self.alignment not in (2, 4, 8, 16):
             raise InvalidInput(f"alignment is {self.alignment} bytes: use 2, 4, 8 or 16")
         for dtype in (self.dtype, self.weight_dtype):

@@ -101,7 +101,7 @@ def test_both_engines_name_the_same_worst_element(
     engines: tuple[Engine, Engine] = (HostEngine(cpu64), DeviceEngine(cpu64))
     for name in set(DATA) & tensors.keys():
         engines[0].write(case, name, tensors[name])
-    terms = bounds.row_terms(engines[0].row_sums(case, tensors), COLS, 1e-6, round_rstd=False)
+    terms = bounds.row_terms(engines[0].row_sums(case, tensors), COLS, 1e-6)
     right = reference(case, tensors, engines[0], output, terms)
     special = [np.nan, np.inf, -np.inf, 0.0, 2.0**-24, 1e-40, 65504.0, 1e38]
     for wrong in (None, *special):
@@ -127,7 +127,7 @@ def test_both_engines_want_an_infinity_where_the_reference_overflows(cpu64: Back
     inputs, host = Inputs(cpu64, case, ("y",)), HostEngine(cpu64)
     for name in ("x", "weight"):
         host.write(case, name, inputs.tensors[name])
-    terms = bounds.row_terms(host.row_sums(case, inputs.tensors), COLS, 1e-6, round_rstd=False)
+    terms = bounds.row_terms(host.row_sums(case, inputs.tensors), COLS, 1e-6)
     terms[0] *= 2.0**16
     right = bounds.encode(reference(case, inputs.tensors, host, "y", terms), "float16")
     assert (right == 0x7C00).any()  # +inf
@@ -197,7 +197,7 @@ def test_an_element_of_a_later_block_of_rows_is_named_by_its_own_row(cpu64: Back
         engine.write(case, name, inputs.tensors[name])
     put(cpu64, y, np.zeros((3, cols), np.uint16))
     cpu64.from_host(y.address + (2 * y.row_stride + 77) * 2, np.array([0x7FC0], np.uint16), 0)
-    terms = bounds.row_terms(engine.row_sums(case, inputs.tensors), cols, 1e-6, round_rstd=False)
+    terms = bounds.row_terms(engine.row_sums(case, inputs.tensors), cols, 1e-6)
     assert engine.worst(case, inputs.tensors, "y", terms, 2.0**-20)[:3] == (np.inf, 2, 77)
     cpu64.from_host(x.address + (2 * x.row_stride + 5) * 2, np.zeros(1, np.uint16), 0)
     assert engine.changed(case, "x", x) == (2, 5)

@@ -16,6 +16,7 @@ from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
 from rmsnorm_raw.interop import CUPY, NUMPY, TORCH, Device, View, collapse, view
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
 
 CPU = Device("cpu")
 DTYPES = ["float16", "bfloat16", "float32"]
@@ -145,12 +146,26 @@ def test_a_negated_torch_view_is_resolved() -> None:
     tensor = torch.complex(torch.ones(4, 1), torch.full((4, 1), 3.0)).conj().imag
     assert tensor.is_neg()
     assert view(tensor).owner.is_neg() is False
+    assert not view(tensor).writable  # the copy would be written in its place
     assert view(tensor).owner.tolist() == [[-3.0]] * 4
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4, 8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    with fake_tensor.FakeTensorMode():
+        return torch.ones(4, 8)
 
 
 @pytest.mark.parametrize(
     ("array", "words"),
     [
+        (freed(), r"Tensor of shape \(4, 8\) has no memory"),
+        (fake(), r"FakeTensor of shape \(4, 8\) has no memory"),
         ([1.0, 2.0], "list is no array"),
         (3.0, "float is no array"),
         (torch.ones(3, 3).to_sparse(), "to_dense"),

@@ -84,7 +84,7 @@ def check_backward(
     dx, dweight = bounds.reference_backward(wide(dout), wide(x), w, given, 1e-6)
     if result.dx is not None:
         sums = bounds.row_sums(wide(dout), wide(x), w)
-        terms = bounds.row_terms(sums, x.shape[-1], 1e-6, round_rstd=False)
+        terms = bounds.row_terms(sums, x.shape[-1], 1e-6)
         assert tuple(result.dx.shape) == x.shape
         check("dx", result.dx, dx, bounds.dx_and_scale(wide(dout), wide(x), w, terms)[1])
     if result.dweight is not None:

@@ -94,6 +94,26 @@ ONE_BY_ONE = Problem.forward(6, 201, "bf16", alignment=2)
             id="a stride taken for N",
         ),
         pytest.param(
+            FORWARD, "b256-t64-v16-reg", "row * y_stride", "row * x_stride", "after row",
+            id="y by the stride of x",
+        ),
+        pytest.param(
+            BACKWARD, "b256-t64-v16-reg-p1", "from * x_stride", "from * dout_stride", r"dx\[",
+            id="x by the stride of dout",
+        ),
+        pytest.param(
+            BACKWARD, "b256-t64-v16-reg-p1", "row * dx_stride", "row * x_stride", "after row",
+            id="dx by the stride of x",
+        ),
+        pytest.param(
+            BACKWARD, "b64-t64-v16-reg-p1", "HAS_RSTD = RR_HAS_RSTD", "HAS_RSTD = false", r"dx\[",
+            id="rstd computed though it is given",
+        ),
+        pytest.param(
+            BACKWARD, "b256-t64-v16-lds3-p1", "__syncthreads();  // nobody reads the ring any more",
+            "", "dweight", id="sums written into a ring that is still read",
+        ),
+        pytest.param(
             FORWARD, "b64-t64-v16-reg", "+ eps)", ")", r"rstd\[", id="eps left out"
         ),
         pytest.param(

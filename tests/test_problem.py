@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -70,8 +71,12 @@ def test_dtype_names() -> None:
         (1, 4, "float32", -1e-6, "eps"),
         (1, 4, "float32", math.nan, "eps"),
         (1, 4, "float32", math.inf, "eps"),
+        (1, 4, "float32", 1e39, "eps is 1e.39.*float32"),
+        (1, 4, "float32", "1e-6", "eps is '1e-6'"),
+        (1.5, 4, "float32", 0.0, "rows is 1.5.*integer"),
+        (1, 4.0, "float32", 0.0, "cols is 4.0.*integer"),
     ],
 )
-def test_refusals(rows: int, cols: int, dtype: str, eps: float, says: str) -> None:
+def test_refusals(rows: Any, cols: Any, dtype: str, eps: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         Problem.forward(rows, cols, dtype, eps=eps)

@@ -108,6 +108,10 @@ class _Function:
     run: Any = field(repr=False)
 
 
+def _aligned(address: int) -> int:
+    return -(-address // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 class _Machine:
     """The memory that blocks run in. A process has one, and one launch runs in it at a time.
 
@@ -124,9 +128,7 @@ class _Machine:
         self.lds = _aligned(self._lds.ctypes.data + len(GUARD))
 
 
-@functools.cache
-def _machine() -> _Machine:
-    return _Machine()
+_MACHINE = _Machine()  # its pages cost nothing before a launch touches them
 
 
 class CpuBackend:
@@ -213,11 +215,10 @@ class CpuBackend:
         _require_stream(stream)
         self._require_geometry(function.entry_point, grid, block, lds_bytes)
         threads = self._running_order(block)
-        machine = _machine()
         request = _Request(
-            stacks=machine.stacks,
+            stacks=_MACHINE.stacks,
             stack_bytes=STACK_BYTES,
-            lds=machine.lds,
+            lds=_MACHINE.lds,
             guard=GUARD,
             threads=threads.ctypes.data,
             args=_packed(function, args),
@@ -227,7 +228,7 @@ class CpuBackend:
             block=block,
             land_late=self.landing == "wait",
         )
-        with machine.lock:
+        with _MACHINE.lock:
             function.run(ctypes.byref(request))
             if request.fault:
                 line = f":{request.fault_line}" if request.fault_line else ""
@@ -277,7 +278,7 @@ class CpuBackend:
         owner.fill(0xFF)
         for _, guard in _guards(whole, address, size_bytes):
             guard[:] = np.frombuffer(GUARD, np.uint8)
-        with _machine().lock:
+        with _MACHINE.lock:
             self._allocations[address, size_bytes] = whole
         return address, owner
 
@@ -342,7 +343,9 @@ def landings(backend: Backend, source: Source) -> tuple[Backend, ...]:
     """The backends on which a source has to be right, in the place of one.
 
     For asynchronous copies in the simulator: one for each Landing. Only late copies show a missing
-    wait, only early ones a copy into LDS that is still being read. Otherwise: the backend itself.
+    wait, only early ones a copy into LDS that is still being read. The early ones run with shuffled
+    waves besides: in order, the first wave never overtakes one that reads the ring. Otherwise: the
+    backend itself.
     """
     if not isinstance(backend, CpuBackend) or not any(leaf in source.text for leaf in COPY_LEAVES):
         return (backend,)
@@ -350,16 +353,14 @@ def landings(backend: Backend, source: Source) -> tuple[Backend, ...]:
     for landing in get_args(Landing):
         variants.append(copy.copy(backend))  # with the same allocations, whose guards it checks
         variants[-1].landing = landing
+        if landing == "issue":
+            variants[-1]._order = "shuffle"
     return tuple(variants)
 
 
 def _require_stream(stream: int) -> None:
     if not isinstance(stream, int):
         raise InvalidInput(f"stream is {stream!r}: pass the raw handle, an int (0: the default)")
-
-
-def _aligned(address: int) -> int:
-    return -(-address // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _guards(
