@@ -168,7 +168,7 @@ class Session:
         """What a run stands on, beside :func:`environment.collect`."""
         opening, closing = self.opening, self.closing
         return {
-            "command": ["pytest", *self._args],
+            "command": environment.command(["pytest", *self._args]),
             "backend": self.backend.name,
             "device": asdict(self.backend.device),
             "simulated": self.simulated,

@@ -5,9 +5,8 @@ float64 reference and the bounds of :mod:`rmsnorm_raw.bounds`. Beyond the number
 
 * rows further apart than they are long are honoured, by each matrix's own stride, and so are
   addresses that are aligned to ``problem.alignment`` and no better;
-* nothing outside the tensors is written, and nothing read there is used: outputs, the gaps between
-  their rows and the guard bands around them begin as NaN, the gaps of inputs as numbers whose
-  squares overflow;
+* nothing outside the tensors is written, and nothing read there is used: outputs, their gaps and
+  their guard bands begin as NaN, the gaps of inputs as numbers whose squares overflow;
 * inputs are bitwise what they were, and dweight is the same bits in a second run, on a used
   workspace;
 * backward is bit-equal to the reference on data that no fp32 sum has to round.
@@ -51,11 +50,11 @@ ALLOCATION_ALIGNMENT = 256
 #: what scratch tensors begin with: a counter counts from zero
 SCRATCH_FILL = {"workspace": OUTPUT_FILL, "counter": 0}
 MATRICES = ("x", "dout", "y", "dx")
+Tensors = Mapping[str, Tensor]  # by their usual names
 #: The exact case keeps to fp32's 24 bits: sum(g * x) / scale is at most 16 N in steps of 1/2,
 #: g - xhat * mean is at most 32 in steps of 1 / (2 N), sum(dout * xhat) is at most 8 M.
 EXACT_COLS, EXACT_ROWS = 1 << 18, 1 << 21
-#: Backward is given this multiple of rstd, or a kernel that computes its own would pass. (The exact
-#: case gives rstd itself, a power of two.)
+#: Backward is given this multiple of rstd, or a kernel that computes its own would pass.
 GIVEN_RSTD = 1 + 2**-5
 
 
@@ -126,7 +125,7 @@ def verify(
         launches = launch.make_plan(problem, config, binary, {}).launches
         return Verdict(not launches, {}, seed, f"{launches} for no elements" if launches else "")
 
-    def run(on: Backend, tensors: Mapping[str, Tensor]) -> None:
+    def run(on: Backend, tensors: Tensors) -> None:
         launch.run(launch.make_plan(problem, config, replace(binary, backend=on), tensors))
 
     chain = space.row_chain(problem, config)
@@ -142,7 +141,7 @@ def verify(
 
 
 def write_inputs(
-    problem: Problem, backend: Backend, tensors: Mapping[str, Tensor], seed: int, stream: int = 0
+    problem: Problem, backend: Backend, tensors: Tensors, seed: int, stream: int = 0
 ) -> None:
     """Write the gate's data to a problem's inputs; waits for the stream.
 
@@ -166,7 +165,7 @@ def write_inputs(
 
 def _judge(
     problem: Problem,
-    run: Callable[[Mapping[str, Tensor]], None],
+    run: Callable[[Tensors], None],
     engine: Engine,
     chains: Mapping[str, int],
     scratch: Mapping[str, int],
@@ -203,7 +202,7 @@ def _describe(case: Case, name: str, element: Worst) -> str:
 
 def _trial(
     case: Case,
-    run: Callable[[Mapping[str, Tensor]], None],
+    run: Callable[[Tensors], None],
     engine: Engine,
     chains: Mapping[str, int],
     scratch: Mapping[str, int],
@@ -213,8 +212,7 @@ def _trial(
     buffers = {name: _allocate(engine.backend, case, name, INPUT_FILL) for name in inputs}
     buffers |= {name: _allocate(engine.backend, case, name, OUTPUT_FILL) for name in outputs}
     for name, size_bytes in scratch.items():
-        words = size_bytes // 4
-        buffers[name] = _guarded(engine.backend, words, 4, 4, 4, 0, SCRATCH_FILL[name])
+        buffers[name] = _guarded(engine.backend, size_bytes // 4, 4, 4, 4, 0, SCRATCH_FILL[name])
     tensors = {name: buffer.tensor for name, buffer in buffers.items()}
     _write(engine, case, tensors)
     reference = _reference(engine, case, tensors)
@@ -259,7 +257,7 @@ REFERENCES_KEPT = 2  # the gate's and the exact case's
 _references_lock = threading.Lock()
 
 
-def _write(engine: Engine, case: Case, tensors: Mapping[str, Tensor]) -> None:
+def _write(engine: Engine, case: Case, tensors: Tensors) -> None:
     """Write every input. Each time, for a kernel under test may have spoiled the last ones."""
     inputs, _ = _names(case.problem)
     for name in DATA:
@@ -270,29 +268,26 @@ def _write(engine: Engine, case: Case, tensors: Mapping[str, Tensor]) -> None:
         engine.backend.from_host(tensors["rstd"].address, rstd, engine.stream)
 
 
-def _reference(engine: Engine, case: Case, tensors: Mapping[str, Tensor]) -> Reference:
+def _reference(engine: Engine, case: Case, tensors: Tensors) -> Reference:
     """The float64 sums over inputs that hold a case's data, computed once for the last cases."""
     key = (type(engine), case)
-    with _references_lock:
-        if key in _references:
-            return _references[key]
     problem = case.problem
     backward = problem.op == "backward"
     given = case.given if backward and problem.has_rstd else 0.0
     eps = 0.0 if case.exact else problem.eps
-    terms = bounds.row_terms(engine.row_sums(case, tensors), problem.cols, eps, given=given)
-    columns = np.empty((2, 0))
-    if backward and problem.need_dweight:
-        columns = engine.column_sums(case, tensors, terms[0])
-    reference = Reference(terms, columns)
     with _references_lock:
-        while len(_references) >= REFERENCES_KEPT:
-            del _references[next(iter(_references))]
-        _references[key] = reference
-    return reference
+        if key not in _references:
+            terms = bounds.row_terms(engine.row_sums(case, tensors), problem.cols, eps, given=given)
+            columns = np.empty((2, 0))
+            if backward and problem.need_dweight:
+                columns = engine.column_sums(case, tensors, terms[0])
+            if len(_references) >= REFERENCES_KEPT:
+                del _references[next(iter(_references))]
+            _references[key] = Reference(terms, columns)
+        return _references[key]
 
 
-def _bits(engine: Engine, case: Case, tensors: Mapping[str, Tensor], name: str) -> Bits:
+def _bits(engine: Engine, case: Case, tensors: Tensors, name: str) -> Bits:
     """A list (rstd, dweight) as it is stored, in the shape of :meth:`Case.shape`."""
     rows, cols, dtype = case.shape(name)
     size_bytes = rows * cols * DTYPE_BYTES[dtype]
@@ -301,7 +296,7 @@ def _bits(engine: Engine, case: Case, tensors: Mapping[str, Tensor], name: str) 
 
 
 def _changed(
-    engine: Engine, case: Case, tensors: Mapping[str, Tensor], name: str, reference: Reference
+    engine: Engine, case: Case, tensors: Tensors, name: str, reference: Reference
 ) -> tuple[int, int] | None:
     if name != "rstd":
         return engine.changed(case, name, tensors[name])
@@ -311,12 +306,7 @@ def _changed(
 
 
 def _compare(
-    engine: Engine,
-    case: Case,
-    tensors: Mapping[str, Tensor],
-    name: str,
-    reference: Reference,
-    chain: int,
+    engine: Engine, case: Case, tensors: Tensors, name: str, reference: Reference, chain: int
 ) -> Worst:
     factor = bounds.bound_factor(name, chain)
     if name in MATRICES:

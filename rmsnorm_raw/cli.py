@@ -266,7 +266,7 @@ def bench(
         problem, verdict, samples, roofline
     )
     facts = {
-        "command": sys.argv,
+        "command": environment.command(sys.argv),
         "backend": where.name,
         "device": asdict(where.device),
         "row": row,

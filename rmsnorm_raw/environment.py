@@ -12,7 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -104,6 +104,13 @@ def write(path: Path, extra: Mapping[str, object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
+
+
+def command(args: Sequence[str]) -> list[str]:
+    """A command line fit to be published: of an absolute path its last two parts remain."""
+    return [
+        str(Path("...", *Path(arg).parts[-2:])) if Path(arg).is_absolute() else arg for arg in args
+    ]
 
 
 def guarded(probe: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> object:

@@ -130,14 +130,10 @@ def view(array: Any, stream: int | None = None) -> View:
         seen = _through_dlpack(array, stream)
     else:
         raise InvalidInput(
-            f"a {type(array).__name__} is no array: pass a NumPy, CuPy, torch or JAX array, or any "
-            "other object with __dlpack__"
+            f"a {type(array).__name__} is no array: pass one of NumPy, CuPy, torch, JAX or DLPack"
         )
     if not seen.address and 0 not in seen.shape:
-        raise InvalidInput(
-            f"the {type(array).__name__} of shape {seen.shape} has no memory (a fake tensor, or "
-            "one whose storage was freed): pass an array that holds data"
-        )
+        raise InvalidInput(f"a {type(array).__name__} without memory: pass one that holds data")
     if seen.address % seen.element_bytes and 0 not in seen.shape:
         raise InvalidInput(
             f"the array's address is not a multiple of its element's {seen.element_bytes} bytes: "
@@ -386,8 +382,7 @@ def _through_dlpack(array: Any, stream: int | None) -> View:
     if kind not in DLPACK_GPU:
         raise InvalidInput(f"a {name} array on DLPack device type {kind}: pass one on a CPU or GPU")
     device = _gpu(DLPACK_GPU[kind], index)
-    reason = why_unavailable(device.kind)
-    if reason is not None:
+    if (reason := why_unavailable(device.kind)) is not None:
         raise BackendUnavailable(reason)
     library = _Cupy(name, give)
     # CuPy lets the stream wait for the array's producer

@@ -328,8 +328,8 @@ def enumerate_configs(problem: Problem, device: DeviceSpec) -> Space:
 
     The space is a union of planes over blocks and lanes a row: for registers the pairs of cache
     policies, the second launch bounds and vectors of half the width; for the paths that overlap
-    rows every ring; for two passes the policies. That keeps it searchable (at most 300 forward,
-    1,000 backward) with no knob left out.
+    rows every ring; for two passes the policies. That keeps it searchable (for problems of the
+    study at most 300 forward, 1,000 backward) with no knob left out.
     """
     kept: dict[Config, None] = {}
     rejected: dict[Config, str] = {}

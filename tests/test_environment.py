@@ -68,6 +68,11 @@ def test_collect_is_json_and_names_every_part() -> None:
     assert facts["packages"]["numpy"]
 
 
+def test_a_published_command_names_no_machines_folders() -> None:
+    args = ["/home/me/venv/bin/rmsnorm-raw", "sweep", "--quick", "--out", "out/run"]
+    assert environment.command(args) == [".../bin/rmsnorm-raw", *args[1:]]
+
+
 def test_collect_imports_neither_cupy_nor_torch() -> None:
     code = (
         "import sys; from rmsnorm_raw import environment as e; e.collect(); e.checks();"

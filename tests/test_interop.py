@@ -164,8 +164,8 @@ def fake() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (freed(), r"Tensor of shape \(4, 8\) has no memory"),
-        (fake(), r"FakeTensor of shape \(4, 8\) has no memory"),
+        (freed(), "a Tensor without memory"),
+        (fake(), "a FakeTensor without memory"),
         ([1.0, 2.0], "list is no array"),
         (3.0, "float is no array"),
         (torch.ones(3, 3).to_sparse(), "to_dense"),

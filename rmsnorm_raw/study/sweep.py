@@ -105,7 +105,7 @@ def sweep(
     out_dir.mkdir(parents=True, exist_ok=True)
     csv_path, environment_path = out_dir / "sweep.csv", out_dir / "environment.json"
     facts: dict[str, object] = {
-        "command": sys.argv,
+        "command": environment.command(sys.argv),
         "backend": backend.name,
         "device": asdict(device),
         "rows_cap": rows_cap,
