@@ -312,6 +312,8 @@ def _dtype(seen: View | None) -> str | None:
 
 
 def _number(eps: Any) -> float:
+    if isinstance(eps, (str, bytes, bool)):
+        raise InvalidInput(f"eps is {eps!r}: pass a number >= 0")
     try:
         return float(eps)
     except (TypeError, ValueError) as error:
@@ -333,8 +335,8 @@ def _fill(made: View | None, value: float) -> None:
 
 def _rstd_of_nothing(eps: float) -> float:
     """eps^-½ in fp32, the limit of rstd for rows of no elements (mean 0); infinite for eps = 0."""
-    rounded = np.float32(eps)
-    return float(1 / np.sqrt(rounded)) if rounded > 0 else math.inf
+    rounded = float(np.float32(eps))
+    return 1 / math.sqrt(rounded) if rounded > 0 else math.inf
 
 
 def _alignment_bytes(problem: Problem, places: Mapping[str, Tensor]) -> int:

@@ -115,6 +115,20 @@ def test_a_refused_text_leaves_nothing(cache: Path) -> None:
     assert list((cache / "simulator").iterdir()) == []
 
 
+@pytest.mark.parametrize("at", ["cache", "cache/simulator", "entry", "object"])
+def test_a_cache_that_cannot_be_used_names_the_variable(cache: Path, at: str) -> None:
+    first = build(UNIT, compilers()[0], "")
+    if at == "object":  # a folder where the object was
+        first.path.unlink()
+        first.path.mkdir()
+    else:  # a file where a folder was
+        folder = first.path.parent if at == "entry" else cache.parent / at
+        shutil.rmtree(folder)
+        folder.touch()
+    with pytest.raises(BackendUnavailable, match=r"cannot be used .*set RMSNORM_RAW_CACHE_DIR"):
+        build(UNIT, compilers()[0], "")
+
+
 def test_a_compiler_that_does_not_run(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\nexit 3\n")

@@ -87,25 +87,25 @@ def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:
 
     Raises:
         CompileError: the compiler refused the text.
-        BackendUnavailable: the compiler does not run.
+        BackendUnavailable: the compiler does not run, or the cache folder cannot be used.
     """
     command = (*compiler, *_FLAGS, *_cpu_flags(), "unit.cpp", *_LIBRARIES, "-o", "unit.so")
     seen = "\0".join((str(SCHEMA_VERSION), _version(compiler), *command, unit))
     entry = cache_dir() / "simulator" / hashlib.sha256(seen.encode()).hexdigest()
-    for path in entry.glob("*.so"):
-        if _digest(path) == path.stem:
-            return HostObject(path, path.stem, "")
-    return _compile(unit, command, entry, slug)
+    try:
+        for path in entry.glob("*.so"):
+            if _digest(path) == path.stem:
+                return HostObject(path, path.stem, "")
+        return _compile(unit, command, entry, slug)
+    except OSError as error:
+        raise BackendUnavailable(
+            f"the cache folder {entry.parent} cannot be used ({error}): empty it, or set "
+            "RMSNORM_RAW_CACHE_DIR to a folder that you can write"
+        ) from error
 
 
 def _compile(unit: str, command: tuple[str, ...], entry: Path, slug: str) -> HostObject:
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BackendUnavailable(
-            f"the cache folder {entry.parent} cannot be made ({error.strerror}): set "
-            "RMSNORM_RAW_CACHE_DIR to a folder that you can write"
-        ) from error
+    entry.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=entry.parent) as scratch:
         Path(scratch, "unit.cpp").write_text(unit, encoding="utf-8")
         done = subprocess.run(
