@@ -12,11 +12,11 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rmsnorm_raw.problem import SHORT_NAME
+from rmsnorm_raw.problem import SHORT_NAME, Problem
 from rmsnorm_raw.stats import Comparison, compare
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
 
@@ -124,15 +124,27 @@ class Results:
 
 def load(folder: Path) -> Results:
     """Read a run."""
-    rows: dict[Key, dict[str, Row]] = {}
     with (folder / "perf.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            rows.setdefault(key_of(row), {})[row["provider"]] = row
+        rows = by_cell(csv.DictReader(file))
     return Results(rows, json.loads((folder / "environment.json").read_text(encoding="utf-8")))
+
+
+def by_cell(rows: Iterable[Row]) -> dict[Key, dict[str, Row]]:
+    """Rows by cell and provider; of two for the same, the later."""
+    grouped: dict[Key, dict[str, Row]] = {}
+    for row in rows:
+        grouped.setdefault(key_of(row), {})[row["provider"]] = row
+    return grouped
 
 
 def key_of(row: Row) -> Key:
     return tuple(row[column] for column in ("op", "m", "n", "act", "weight"))
+
+
+def problem_key(problem: Problem) -> Key:
+    """The key of a problem that has a weight."""
+    act, weight = SHORT_NAME[problem.dtype], SHORT_NAME[problem.weight_dtype or ""]
+    return ARCHIVE_NAME[problem.op], str(problem.rows), str(problem.cols), act, weight
 
 
 def median_us(row: Row) -> float:
@@ -158,11 +170,7 @@ def geometric_mean(ratios: list[Comparison]) -> tuple[float, float, float]:
 
 @functools.cache
 def study_keys(op: str) -> list[Key]:
-    return [
-        (op, str(c.rows), str(c.cols), SHORT_NAME[c.dtype], SHORT_NAME[c.weight_dtype or ""])
-        for c in cells()
-        if ARCHIVE_NAME[c.op] == op
-    ]
+    return [key for key in map(problem_key, cells()) if key[0] == op]
 
 
 def findings(run: Results) -> Iterator[Finding]:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +25,7 @@ from clock import Clock, Rounds
 
 from rmsnorm_raw import bandwidth, environment, measure, workbench
 from rmsnorm_raw.backends import get_backend
-from rmsnorm_raw.problem import SHORT_NAME, Op, Problem
+from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
 from rmsnorm_raw.study import sweep
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
@@ -79,11 +77,8 @@ class Session:
 
     def build_ahead(self, problems: set[Problem]) -> None:
         """Compile our kernels, a core each; an error is left for the cell that meets it again."""
-        chosen = [self.cell(problem) for problem in problems]
-        rendered = [workbench.render(c.problem, c.config, self.backend.device) for c in chosen]
-        sources = {source.digest: source for source in rendered}
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            wait([pool.submit(self.backend.compile, source) for source in sources.values()])
+        chosen = map(self.cell, problems)
+        sweep.build_all([(cell.problem, cell.config) for cell in chosen], self.backend)
 
     def cell(self, problem: Problem) -> Cell:
         """The cell of a problem; the tensors of the cell before it are let go."""
@@ -159,10 +154,7 @@ class Session:
                 table.writerow(row)
 
     def results(self) -> bars.Results:
-        rows: dict[bars.Key, dict[str, bars.Row]] = {}
-        for row in self.rows:
-            rows.setdefault(bars.key_of(row), {})[row["provider"]] = row
-        return bars.Results(rows, self.facts())
+        return bars.Results(bars.by_cell(self.rows), self.facts())
 
     def facts(self) -> dict[str, Any]:
         """What a run stands on, beside :func:`environment.collect`."""
@@ -251,15 +243,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = session_of(metafunc.config)
     contests = []
     for problem, provider in session.contests(metafunc.module.OP):
-        cell = _cell_id(problem)
+        cell = _cell_id(bars.problem_key(problem))
         mark = pytest.mark.benchmark(group=cell, timer=session.clock)
         contests.append(pytest.param(problem, provider, id=f"{cell}-{provider.name}", marks=mark))
     metafunc.parametrize(("problem", "provider"), contests)
 
 
-def _cell_id(problem: Problem) -> str:
-    act, weight = SHORT_NAME[problem.dtype], SHORT_NAME[problem.weight_dtype or ""]
-    return f"{ARCHIVE_NAME[problem.op]}-{problem.rows}x{problem.cols}-{act}-{weight}"
+def _cell_id(key: bars.Key) -> str:
+    op, m, n, act, weight = key
+    return f"{op}-{m}x{n}-{act}-{weight}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -317,10 +309,9 @@ def table(session: Session) -> Iterator[str]:
         "peer / ours [95 %]"
     )
     for key, rows in run.rows.items():
-        op, m, n, act, weight = key
         ours = run.timed(key, bars.OURS)
         for row in rows.values():
-            head = f"{f'{op}-{m}x{n}-{act}-{weight}':<28} {row['provider']:<14}"
+            head = f"{_cell_id(key):<28} {row['provider']:<14}"
             if not row["times_us"]:
                 yield f"{head} {row['verdict']}: {row['note'].partition(chr(10))[0]}"
                 continue

@@ -74,7 +74,8 @@ def run(problem: Problem, backend: Backend) -> Iterator[dict[str, str]]:
     """Rows of the table for one problem."""
     base = default_config(problem, backend.device)
     planned = [("the ladder", base), *variants(base, problem), ("the ladder again", base)]
-    fits = {c for _, c in planned if reject_reason(problem, backend.device, c) is None}
+    refused = {c: reject_reason(problem, backend.device, c) for _, c in planned}
+    fits = [config for config, reason in refused.items() if reason is None]
 
     def built(config: Config) -> Binary:
         return build(render(problem, config, backend.device), backend)
@@ -97,7 +98,7 @@ def run(problem: Problem, backend: Backend) -> Iterator[dict[str, str]]:
             row |= {"high_us": f"{taken.high_us:.2f}"}
             row["change_pct"] = f"{100 * (taken.median_us / reference_us - 1):+.1f}"
         else:
-            row["change_pct"] = f"({reject_reason(problem, backend.device, config)})"
+            row["change_pct"] = f"({refused[config]})"
         yield row
 
 

@@ -33,7 +33,7 @@ from rmsnorm_raw.bounds import Bits, Reference, Worst
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import InvalidInput, WrongResult
 from rmsnorm_raw.gate import DATA, Case, DeviceEngine, Engine, HostEngine
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.launch import MATRICES, Tensor
 from rmsnorm_raw.module import Binary
 from rmsnorm_raw.problem import DTYPE_BYTES, Problem
 
@@ -49,7 +49,6 @@ GUARD_BYTES = 4096
 ALLOCATION_ALIGNMENT = 256
 #: what scratch tensors begin with: a counter counts from zero
 SCRATCH_FILL = {"workspace": OUTPUT_FILL, "counter": 0}
-MATRICES = ("x", "dout", "y", "dx")
 Tensors = Mapping[str, Tensor]  # by their usual names
 #: The exact case keeps to fp32's 24 bits: sum(g * x) / scale is at most 16 N in steps of 1/2,
 #: g - xhat * mean is at most 32 in steps of 1 / (2 N), sum(dout * xhat) is at most 8 M.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rmsnorm_raw import check, launch
-from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.module import Binary
 from rmsnorm_raw.problem import Problem
@@ -68,8 +68,7 @@ def clone_plans(
     """
     backend = binary.backend
     sizes = launch.tensor_bytes(problem, config, backend.device)
-    nowhere = dict.fromkeys(sizes, launch.Tensor(0))
-    if not launch.make_plan(problem, config, binary, nowhere).launches:
+    if not launch.launches(problem, config, binary):
         raise InvalidInput(f"{problem} launches nothing: there is nothing to time")
     workspace_bytes = _aligned(sizes.pop("workspace", 0))
     offsets, clone_bytes = {}, 0
@@ -77,13 +76,13 @@ def clone_plans(
         offsets[name] = clone_bytes
         clone_bytes += _aligned(size_bytes)
     cache_bytes = ROTATED_CACHES * backend.device.last_level_cache_bytes
-    count = _count(backend, clone_bytes, cache_bytes, limit)
+    count = clone_count(backend.device, clone_bytes, limit)
     base, owner = backend.allocate(workspace_bytes + count * clone_bytes)
     first = base + workspace_bytes
     plans = []
     for at in range(first, first + count * clone_bytes, clone_bytes):
         tensors = {
-            name: launch.Tensor(at + offset, problem.cols if name in check.MATRICES else 0)
+            name: launch.Tensor(at + offset, problem.cols if name in launch.MATRICES else 0)
             for name, offset in offsets.items()
         }
         if workspace_bytes:
@@ -98,9 +97,11 @@ def clone_plans(
     return Clones(tuple(plans), clone_bytes, cache_bytes, owner)
 
 
-def _count(backend: Backend, clone_bytes: int, cache_bytes: int, limit: int) -> int:
-    if backend.device.simulated:
+def clone_count(device: DeviceSpec, clone_bytes: int, limit: int = MAX_CLONES) -> int:
+    """As many clones as :func:`clone_plans` says."""
+    if device.simulated:
         return 2  # there is no cache to exceed
+    cache_bytes = ROTATED_CACHES * device.last_level_cache_bytes
     return max(2, min(cache_bytes // clone_bytes + 1, limit, BUDGET_BYTES // clone_bytes))
 
 

@@ -22,6 +22,8 @@ from rmsnorm_raw.space import (
 
 #: HIP refuses a launch of 2**32 threads or more
 MAX_THREADS = (1 << 32) - 1
+#: the tensors of (rows, cols), which have a row stride
+MATRICES = ("x", "dout", "y", "dx")
 
 
 class Tensor(NamedTuple):
@@ -122,6 +124,12 @@ def make_plan(
 _NOWHERE = Tensor(0)
 
 
+def launches(problem: Problem, config: Config, binary: Binary) -> tuple[Launch, ...]:
+    """What a plan launches, in order, whatever the tensors: their addresses are left at 0."""
+    names = tensor_bytes(problem, config, binary.backend.device)
+    return make_plan(problem, config, binary, dict.fromkeys(names, _NOWHERE)).launches
+
+
 def _forward(
     problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
 ) -> Iterator[Launch]:
@@ -129,8 +137,8 @@ def _forward(
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
     x, y = tensors["x"], tensors["y"]
     weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
-    launches = _row_launches(problem, config) if not config.programs else [(0, problem.rows)]
-    for first, rows in launches:
+    parts = _row_launches(problem, config) if not config.programs else [(0, problem.rows)]
+    for first, rows in parts:
         args = (
             *_rows_from(x, first, problem), _address(weight.address),
             *_rows_from(y, first, problem), _address(_entry(rstd, first)),

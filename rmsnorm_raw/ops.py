@@ -21,13 +21,12 @@ from rmsnorm_raw.backends.cupy_backend import backend_of_device
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
 from rmsnorm_raw.interop import Device, View
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.launch import MATRICES, Tensor
 from rmsnorm_raw.problem import DTYPE_BYTES, Problem
 from rmsnorm_raw.source import render
 
 #: problems, and binaries, kept by a process; a model needs a few dozen
 KEPT = 1024
-MATRICES = {"x", "y", "dout", "dx"}
 
 
 class Ready(NamedTuple):

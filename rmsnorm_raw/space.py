@@ -299,13 +299,14 @@ def inert_reason(problem: Problem, device: DeviceSpec, config: Config) -> str | 
     """
     if config.finish == "last_block" and not problem.need_dweight:
         return "finish is inert: no dW is asked for"
-    backward = problem.op == "backward"
-    if backward and not problem.need_dx and config.store_policy != "default":
+    if problem.op == "backward" and not problem.need_dx and config.store_policy != "default":
         return "store_policy is inert: no dx is asked for"
-    fewer = [replace(config, programs=n) for n in PROGRAMS if n < config.programs]
-    grid = grid_programs(problem, config, device)
-    if fewer and grid_programs(problem, fewer[-1], device) == grid:
-        return f"programs={config.programs} is inert: {grid} blocks are the whole grid with fewer"
+    if fewer := max((n for n in PROGRAMS if n < config.programs), default=0):
+        grid = grid_programs(problem, config, device)
+        if grid_programs(problem, replace(config, programs=fewer), device) == grid:
+            return (
+                f"programs={config.programs} is inert: {grid} blocks are the whole grid with fewer"
+            )
     return None
 
 

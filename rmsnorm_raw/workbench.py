@@ -153,10 +153,7 @@ class Kernel:
     @property
     def launches(self) -> tuple[launch.Launch, ...]:
         """What a call launches, in order; the addresses are left at 0."""
-        device = self.binary.backend.device
-        names = launch.tensor_bytes(self.problem, self.config, device)
-        nowhere = dict.fromkeys(names, launch.Tensor(0))
-        return launch.make_plan(self.problem, self.config, self.binary, nowhere).launches
+        return launch.launches(self.problem, self.config, self.binary)
 
     def __call__(self, *arrays: Any) -> ops.Forward | ops.Backward:
         """Run this very source on arrays: k(x, w), or k(dout, x, w, rstd) for backward.

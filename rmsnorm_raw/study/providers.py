@@ -32,10 +32,10 @@ from typing import Any
 import rmsnorm_raw
 from rmsnorm_raw import check, workbench
 from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.clones import MAX_CLONES, ROTATED_CACHES, clone_plans
+from rmsnorm_raw.clones import clone_count, clone_plans
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import WrongResult
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.launch import MATRICES, Tensor
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Op, Problem
 
@@ -84,7 +84,7 @@ class Cell:
             for _ in range(self.clones)
         )
         first = {
-            name: Tensor(tensor.data_ptr(), cols if name in check.MATRICES else 0)
+            name: Tensor(tensor.data_ptr(), cols if name in MATRICES else 0)
             for name, tensor in clones[0].items()
         }
         check.write_inputs(problem, self.backend, first, seed=0, stream=self.stream)
@@ -96,9 +96,7 @@ class Cell:
     @property
     def clones(self) -> int:
         """How many: together they exceed three last-level caches."""
-        device = self.backend.device
-        fill = ROTATED_CACHES * device.last_level_cache_bytes // self.problem.logical_bytes() + 1
-        return 2 if device.simulated else max(2, min(fill, MAX_CLONES))
+        return clone_count(self.backend.device, self.problem.logical_bytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def sweep(
         "rows_cap": rows_cap,
         "budget_s": budget_s,
     }
-    _build_all(planned, backend, progress)
+    build_all(planned, backend, progress)
     steps = len(planned) + (0 if simulated else 2)
     opening = closing = None
     if not simulated:
@@ -245,8 +245,10 @@ def geometric_mean(rows: Iterable[Row], column: str) -> float | None:
     return math.exp(sum(logs) / len(logs)) if logs else None
 
 
-def _build_all(
-    planned: Iterable[tuple[Problem, Config]], backend: Backend, progress: Progress
+def build_all(
+    planned: Iterable[tuple[Problem, Config]],
+    backend: Backend,
+    progress: Progress = lambda done, total, label: None,
 ) -> None:
     """Fill the backend's cache: each distinct source once, as many at a time as there are cores.
 
