@@ -28,7 +28,8 @@ class Config:
 
     Attributes:
         block: threads of a block (``b``).
-        threads_per_row: lanes that share a row (``t``); rows of a block = block / it.
+        threads_per_row: lanes that share a row (``t``). Up to ``block``, a block has block / it
+            rows; above, a row has it / block blocks.
         vec: bytes of x that a lane moves at once (``v``).
         path: how a row travels. ``reg``: read once, kept in registers. ``pp``: the next row is
             loaded into a second register set while this one is reduced. ``lds<stages>[b][r]``:
@@ -68,6 +69,11 @@ class Config:
     def rows_per_block(self) -> int:
         """Rows that a block works on at a time."""
         return max(1, self.block // self.threads_per_row)
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Blocks that share a row; 1 unless ``threads_per_row`` is more than ``block``."""
+        return max(1, self.threads_per_row // self.block)
 
     @property
     def slug(self) -> str:

@@ -73,15 +73,22 @@ def run(plan: Plan, stream: int = 0) -> None:
 def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str, int]:
     """Bytes of each tensor that a plan wants, rows contiguous; empty tensors are left out.
 
-    Forward: x, weight, y, rstd. Backward: dout, x, weight, rstd, dx, dweight, and the workspace:
-    fp32 partial rows of dW, after fp32 {rstd, mean} of each row on the two-pass path. The
-    workspace begins at a multiple of 16 bytes, the others where problem.alignment says. The counter
-    of a last-block finish is 0 before a launch and again after it; streams must not share one.
+    Forward: x, weight, y, rstd; the workspace has the words of blocks that share rows, which a
+    plan's first launch clears. Backward: dout, x, weight, rstd, dx, dweight; the workspace has fp32
+    partial rows of dW, after fp32 {rstd, mean} of each row on the two-pass path. It begins at a
+    multiple of 16 bytes, the others where problem.alignment says, and streams must not share one.
+    Nor a counter: that of a last-block finish is 0 before a launch and again after it.
     """
     rows, cols = problem.rows, problem.cols
     matrix, vector = rows * cols * problem.element_bytes, cols * problem.weight_bytes
     if problem.op == "forward":
-        sizes = {"x": matrix, "weight": vector, "y": matrix, "rstd": 4 * rows * problem.store_rstd}
+        sizes = {
+            "x": matrix,
+            "weight": vector,
+            "y": matrix,
+            "rstd": 4 * rows * problem.store_rstd,
+            "workspace": workspace_bytes(problem, config, device),
+        }
     else:
         sizes = {
             "dout": matrix,
@@ -97,9 +104,11 @@ def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[s
 
 
 def workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:
-    """Bytes of scratch memory that backward wants; 0 where it wants none, and for forward."""
-    if problem.op == "forward" or not problem.rows or not problem.cols:
+    """Bytes of scratch memory that a plan wants; 0 where it wants none."""
+    if not problem.rows or not problem.cols:
         return 0
+    if problem.op == "forward":
+        return 8 * _shared_words(problem, config, device)
     partials = 4 * grid_programs(problem, config, device) * problem.cols * problem.need_dweight
     return _row_results_bytes(problem, config) + partials
 
@@ -137,14 +146,18 @@ def _forward(
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
     x, y = tensors["x"], tensors["y"]
     weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
+    words = _address(tensors.get("workspace", _NOWHERE).address)
+    if count := _shared_words(problem, config, device):
+        grid = -(-count // config.block)
+        yield Launch("rmsnorm_forward_clear", grid, config.block, (words, np.uint64(count)))
     parts = _row_launches(problem, config) if not config.programs else [(0, problem.rows)]
     for first, rows in parts:
         args = (
             *_rows_from(x, first, problem), _address(weight.address),
-            *_rows_from(y, first, problem), _address(_entry(rstd, first)),
+            *_rows_from(y, first, problem), _address(_entry(rstd, first)), words,
             np.int64(rows), np.uint32(problem.cols), np.float32(problem.eps),
         )  # fmt: skip
-        grid = -(-rows // config.rows_per_block)
+        grid = -(-rows // config.rows_per_block) * config.blocks_per_row
         if config.programs:
             grid = grid_programs(problem, config, device)
         yield Launch("rmsnorm_forward", grid, config.block, args, lds)
@@ -195,6 +208,12 @@ def _backward(
         args = (_address(partial), np.uint32(partials), cols, _address(dweight))
         grid = -(-problem.cols // finish_columns(problem))
         yield Launch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"])
+
+
+def _shared_words(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    """AMD: the words of blocks that share rows, one a block, and the count of those started."""
+    blocks = config.blocks_per_row
+    return problem.rows * blocks + 1 if blocks > 1 and device.dialect == "amd" else 0
 
 
 def _counts_blocks(problem: Problem, config: Config, device: DeviceSpec) -> bool:

@@ -84,6 +84,7 @@ def render(
         "RR_BLOCK": config.block,
         "RR_SECOND_BOUND": bound,
         "RR_THREADS_PER_ROW": config.threads_per_row,
+        "RR_ROW_BLOCKS": config.blocks_per_row,
         "RR_PATH": _PATH[config.path],
         "RR_X": _KIND[problem.dtype],
         "RR_W": _KIND[weight_dtype],
@@ -110,6 +111,8 @@ def render(
     if forward_op:
         own = {"RR_STORE_RSTD": int(problem.store_rstd)}
         entry_points: tuple[str, ...] = ("rmsnorm_forward",)
+        if config.blocks_per_row > 1 and device.dialect == "amd":
+            entry_points = ("rmsnorm_forward_clear", "rmsnorm_forward")
     else:
         own = {
             "RR_HAS_RSTD": int(problem.has_rstd),

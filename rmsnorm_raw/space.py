@@ -37,10 +37,15 @@ PIPELINE_THREADS = 512
 LAST_BLOCK_ROWS = 512
 MAX_RESIDENT_THREADS = 2048  # of a CU or multiprocessor, both vendors
 MAX_ROWS_PER_BLOCK = 16  # in a search; more only lengthens the merge of dW
+#: blocks that may share a row
+ROW_BLOCKS = (2, 4, 8)
+#: launches on streams side by side whose blocks share rows: each may have all blocks of a row but
+#: one waiting, and a compute unit must be left to start that one
+LAUNCHES_SIDE_BY_SIDE = 8
 #: chunks that the two-pass kernels have in flight at once (RR_TILE_CHUNKS of the kernel text)
 TILE_CHUNKS = 4
 #: threads of a block that finishes dW
-FINISH_BLOCK = 1024
+FINISH_BLOCK = 256
 #: registers of addresses, counters and the reduction, beside the row's data; NVRTC 13 and hiprtc 7
 #: both stay under it for the plain kernels
 OVERHEAD_REGISTERS = 28
@@ -93,6 +98,8 @@ def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str,
     else:
         row_elements = chunks(problem, config) * elements(problem, config) * config.threads_per_row
         need = exchange
+        if config.blocks_per_row > 1:
+            need += 4 * (2 + config.blocks_per_row)
         if problem.need_dweight and problem.op == "backward" and config.rows_per_block > 1:
             need = exchange + 4 * row_elements
         if config.path == "lds":
@@ -102,7 +109,7 @@ def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str,
             need = max(need, -(-(exchange + 64 * config.bulk) // 128) * 128 + ring)
         sizes = {f"rmsnorm_{problem.op}": need}
     if problem.op == "backward" and problem.need_dweight and config.finish == "kernel":
-        sizes["rmsnorm_dweight"] = 4 * FINISH_BLOCK
+        sizes["rmsnorm_dweight"] = 2 * FINISH_BLOCK  # 4 floats for each run of 8 lanes
     return sizes
 
 
@@ -135,7 +142,7 @@ def column_tiles(problem: Problem, config: Config) -> int:
 
 def finish_columns(problem: Problem) -> int:
     """Columns that a block finishes dW for: few of a narrow row, so that there are more blocks."""
-    return 8 if problem.cols <= 2048 else 32
+    return 4 if problem.cols <= 512 else 8 if problem.cols <= 2048 else 16
 
 
 def dweight_chain(problem: Problem, config: Config, device: DeviceSpec) -> int:
@@ -165,6 +172,7 @@ def reject_reason(problem: Problem, device: DeviceSpec, config: Config) -> str |
     """Why a config cannot serve a problem on a device, in words with numbers; None if it can."""
     return (
         _reject_threads(device, config)
+        or _reject_row_blocks(problem, device, config)
         or _reject_vec(problem, config)
         or _reject_path(problem, device, config)
         or _reject_policies(device, config)
@@ -186,10 +194,33 @@ def _reject_threads(device: DeviceSpec, config: Config) -> str | None:
     block, row = config.block, config.threads_per_row
     if not 64 <= block <= 1024 or block % device.wave:
         return f"a block has 64 to 1024 threads in whole waves of {device.wave}, not {block}"
+    if row > block:
+        return None  # _reject_row_blocks
     if not 8 <= row <= block or block % row:
         return f"threads_per_row is 8 to block={block} and divides it, not {row}"
     if row & (row - 1) and row % device.wave:
         return f"threads_per_row is a power of two or whole waves of {device.wave}, not {row}"
+    return None
+
+
+def _reject_row_blocks(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
+    block, row, blocks = config.block, config.threads_per_row, config.blocks_per_row
+    if row <= block:
+        return None
+    if row % block or blocks not in ROW_BLOCKS:
+        offered = ", ".join(str(n * block) for n in ROW_BLOCKS)
+        return f"threads_per_row over block={block} is {offered}, not {row}"
+    if problem.op == "backward" or config.path != "registers":
+        return "blocks share a row on forward's path registers alone"
+    if device.dialect == "cuda" and device.arch != "sm_90":
+        return f"blocks that share a row are a cluster on CUDA, and {device.arch} is not sm_90"
+    if not device.simulated and blocks * LAUNCHES_SIDE_BY_SIDE > device.compute_units:
+        return (
+            f"{blocks} blocks that wait for each other want {blocks * LAUNCHES_SIDE_BY_SIDE} "
+            f"compute units, and {device.arch} has {device.compute_units}"
+        )
+    if problem.rows * row >= 1 << 32:
+        return f"{problem.rows} rows of {row} threads: one launch has less than 2**32"
     return None
 
 
@@ -251,7 +282,8 @@ def _reject_bounds(device: DeviceSpec, config: Config) -> str | None:
     if config.min_blocks > 8 or config.min_blocks * config.block > MAX_RESIDENT_THREADS:
         return f"{config.min_blocks} blocks of {config.block} threads cannot share a multiprocessor"
     alone = device.registers_per_lane(config.block)
-    if config.min_blocks and device.registers_per_lane(config.block, config.min_blocks) == alone:
+    together = device.registers_per_lane(config.block, config.min_blocks or 1)
+    if config.min_blocks > 1 and together == alone:
         return (
             f"min_blocks={config.min_blocks} is inert: at {alone} registers a lane they fit anyway"
         )
@@ -373,17 +405,22 @@ def _shapes(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         for block in (row, 2 * row, 4 * row):
             if 64 <= block <= 512 or block == row:
                 yield Config(block=block, threads_per_row=row)
+    # blocks that share a row of which a lone one would keep 8 vectors a lane or more
+    for block, blocks in itertools.product((256, 512, 1024), ROW_BLOCKS):
+        row = blocks * block
+        if problem.op == "forward" and row <= vectors <= 8 * row and vectors > 2048:
+            yield Config(block=block, threads_per_row=row)
 
 
 def _register_plane(problem: Problem, device: DeviceSpec, shape: Config) -> Iterator[Config]:
     for programs in (0,) if problem.op == "forward" else PROGRAMS:
         base = replace(shape, programs=programs)
         yield base
-        for bound in (2, 4):
-            if device.dialect == "amd":
-                yield replace(base, waves_per_eu=bound)
-            else:
-                yield replace(base, min_blocks=bound)
+        # with CUDA's bound of 1 NVRTC spends registers on loads in flight, not on occupancy
+        if device.dialect == "cuda":
+            yield from (replace(base, min_blocks=bound) for bound in (1, 4))
+        else:
+            yield from (replace(base, waves_per_eu=bound) for bound in (2, 4))
         if base.vec > problem.element_bytes:
             yield replace(base, vec=base.vec // 2)
         if programs <= 2:
@@ -397,6 +434,8 @@ def _pipeline_plane(problem: Problem, device: DeviceSpec, shape: Config) -> Iter
     """Every ring and ping-pong; few of them for forward, where a persistent grid has yet to win."""
     forward = problem.op == "forward"
     if shape.block < (256 if forward else 128) or shape.rows_per_block > (2 if forward else 4):
+        return
+    if shape.blocks_per_row > 1:
         return
     # to read the ring again saves registers, so it is for lanes that keep much
     rereads = (False, True) if chunks(problem, shape) * elements(problem, shape) >= 32 else (False,)

@@ -15,12 +15,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from rmsnorm_raw.backends import Backend, Code, Resources
-from rmsnorm_raw.backends.host_compiler import build, compilers, translation_unit
+from rmsnorm_raw.backends.host_compiler import Parameter, build, compilers, translation_unit
 from rmsnorm_raw.device import SIMULATED
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, LaunchError, SimulatorError
 from rmsnorm_raw.source import Source
@@ -76,6 +76,7 @@ class _Request(ctypes.Structure):
         ("lds_bytes", ctypes.c_uint32),
         ("grid", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
+        ("lds_stride", ctypes.c_uint32),
         ("land_late", ctypes.c_uint32),
         ("fault_line", ctypes.c_uint32),
         ("fault_block", ctypes.c_uint32),
@@ -83,28 +84,17 @@ class _Request(ctypes.Structure):
     )
 
 
-class _Parameter(NamedTuple):
-    """A kernel's parameter: kind "p" (pointer), "i" (integer) or "f" (float), and its bytes."""
-
-    kind: str
-    size_bytes: int
-
-    def takes(self, value: np.generic) -> bool:
-        kinds = {"p": "u", "i": "biu", "f": "f"}[self.kind]
-        return value.dtype.kind in kinds and value.nbytes == self.size_bytes
-
-    def __str__(self) -> str:
-        kind = {"p": "pointer (uint64)", "i": "integer", "f": "float"}[self.kind]
-        return f"{kind} of {self.size_bytes} bytes"
-
-
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A kernel of a loaded object; ``file`` is its source's name, for messages."""
+    """A kernel of a loaded object.
+
+    ``file`` is its source's name, for messages; ``slots`` is how many of its blocks are resident.
+    """
 
     entry_point: str
     file: str
-    parameters: tuple[_Parameter, ...]
+    parameters: tuple[Parameter, ...]
+    slots: int
     run: Any = field(repr=False)
 
 
@@ -120,12 +110,18 @@ class _Machine:
     """
 
     def __init__(self) -> None:
-        lds_bytes = max(device.lds_bytes for device in SIMULATED.values())
+        most_lds = max(device.lds_bytes for device in SIMULATED.values())
         self.lock = threading.Lock()
+        self.lds_bytes = most_lds + 2 * len(GUARD)  # for the LDS of all resident blocks
         self._stacks = np.empty(MAX_BLOCK * STACK_BYTES, np.uint8)
-        self._lds = np.empty(ALIGNMENT_BYTES + lds_bytes + 2 * len(GUARD), np.uint8)
-        self.stacks = self._stacks.ctypes.data
+        self._lds = np.empty(ALIGNMENT_BYTES + self.lds_bytes, np.uint8)
         self.lds = _aligned(self._lds.ctypes.data + len(GUARD))
+
+    def stacks(self, threads: int) -> int:
+        """The address of a stack for each thread; for the holder of the lock."""
+        if threads * STACK_BYTES > self._stacks.size:
+            self._stacks = np.empty(threads * STACK_BYTES, np.uint8)
+        return self._stacks.ctypes.data
 
 
 _MACHINE = _Machine()  # its pages cost nothing before a launch touches them
@@ -214,9 +210,13 @@ class CpuBackend:
         """
         _require_stream(stream)
         self._require_geometry(function.entry_point, grid, block, lds_bytes)
-        threads = self._running_order(block)
+        threads, lds_stride = self._running_order(block), _aligned(lds_bytes + 2 * len(GUARD))
+        if function.slots * lds_stride > _MACHINE.lds_bytes:
+            raise LaunchError(
+                f"{function.entry_point}: {function.slots} resident blocks of {lds_bytes} bytes of "
+                f"LDS: {function.slots * lds_stride} with their guards, of {_MACHINE.lds_bytes}"
+            )
         request = _Request(
-            stacks=_MACHINE.stacks,
             stack_bytes=STACK_BYTES,
             lds=_MACHINE.lds,
             guard=GUARD,
@@ -226,9 +226,11 @@ class CpuBackend:
             lds_bytes=lds_bytes,
             grid=grid,
             block=block,
+            lds_stride=lds_stride,
             land_late=self.landing == "wait",
         )
         with _MACHINE.lock:
+            request.stacks = _MACHINE.stacks(function.slots * block)
             function.run(ctypes.byref(request))
             if request.fault:
                 line = f":{request.fault_line}" if request.fault_line else ""
@@ -390,10 +392,7 @@ def _packed(function: _Function, args: Sequence[np.generic]) -> bytes:
 
 
 def _load(library: ctypes.CDLL, entry_point: str, file: str) -> _Function:
-    signature = library[f"rr_sim_signature_{entry_point}"]
-    signature.restype = ctypes.c_char_p
-    text = signature().decode()
     run = library[f"rr_sim_run_{entry_point}"]
     run.argtypes, run.restype = (ctypes.POINTER(_Request),), None
-    parameters = tuple(_Parameter(k, int(n)) for k, n in zip(text[::2], text[1::2], strict=True))
-    return _Function(entry_point, file, parameters, run)
+    parameters = Parameter.all_of(library, entry_point)
+    return _Function(entry_point, file, parameters, library.rr_sim_slots(), run)

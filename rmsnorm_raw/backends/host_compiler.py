@@ -1,7 +1,11 @@
-"""From a source to a shared object of the simulator: the C++ compilers here, and their cache."""
+"""From a source to a shared object of the simulator: the C++ compilers here, and their cache.
+
+Also what an object says of its kernels: the parameters that each takes.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -13,6 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.environment import cache_dir
@@ -71,6 +77,30 @@ def translation_unit(source: Source, device: DeviceSpec) -> str:
     lines += [f'#line 1 "{source.name}"', source.text, '#line 1 "entry points"']
     lines += [f"RR_SIM_ENTRY({entry})" for entry in source.entry_points]
     return "\n".join((*lines, ""))
+
+
+class Parameter(NamedTuple):
+    """A kernel's parameter: kind "p" (pointer), "i" (integer) or "f" (float), and its bytes."""
+
+    kind: str
+    size_bytes: int
+
+    @classmethod
+    def all_of(cls, library: ctypes.CDLL, entry_point: str) -> tuple[Parameter, ...]:
+        """The parameters of a kernel, from the signature in its object."""
+        signature = library[f"rr_sim_signature_{entry_point}"]
+        signature.restype = ctypes.c_char_p
+        text = signature().decode()
+        return tuple(cls(k, int(n)) for k, n in zip(text[::2], text[1::2], strict=True))
+
+    def takes(self, value: np.generic) -> bool:
+        """Whether a NumPy scalar has this kind and size."""
+        kinds = {"p": "u", "i": "biu", "f": "f"}[self.kind]
+        return value.dtype.kind in kinds and value.nbytes == self.size_bytes
+
+    def __str__(self) -> str:
+        kind = {"p": "pointer (uint64)", "i": "integer", "f": "float"}[self.kind]
+        return f"{kind} of {self.size_bytes} bytes"
 
 
 def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:

@@ -7,6 +7,10 @@
 // they all stopped. A wave goes on to its next barrier before another wave runs, in an order that the
 // host chooses: a value that passes between waves without a barrier is missing in one order or another.
 //
+// Blocks run one after another. Where the source defines RR_ROW_BLOCKS, as many of them may be resident at
+// a time: the next one starts when all that are resident wait for words of others (rr_sim_await). It starts
+// no earlier, so that a word that is read without a wait is missing.
+//
 // Faults, each with its line: a barrier or a wave operation that part of a wave or block misses, a lane
 // number outside the wave, a store just outside LDS, a wait that no wave can end. LDS starts as NaN. A place
 // is known by its line, so a helper called on both sides of a branch counts as one place.
@@ -43,6 +47,12 @@ typedef unsigned long long u64;
 
 constexpr u32 WAVE = RR_WAVE, MAX_BLOCK = 1024;
 static_assert(WAVE == 64 || WAVE == 32, "a wave has 64 lanes (AMD) or 32 (CUDA)");
+#if defined(RR_ROW_BLOCKS)
+constexpr u32 SLOTS = RR_ROW_BLOCKS;  // each has room for a resident block
+#else
+constexpr u32 SLOTS = 1;
+#endif
+static_assert(SLOTS > 0, "at least one block is resident");
 
 // ---- fibers --------------------------------------------------------------------------------------------
 #if defined(RR_SIM_UCONTEXT)
@@ -95,26 +105,37 @@ struct Fiber {
 
 // What the host asks for and the fault that it gets back; cpu.py has the same fields.
 struct Launch {
-  char* stacks;  // one of stack_bytes for each thread
+  char* stacks;  // one of stack_bytes for each thread of each slot
   u64 stack_bytes;
-  char* lds;           // between guard_bytes bytes before it and as many after lds_bytes
+  char* lds;           // of the first slot: between guard_bytes bytes before it and as many after lds_bytes
   const char* guard;   // what the guards hold
   const u16* threads;  // the threads of a block in running order, wave by wave
   const char* args;    // the kernel's arguments, 8 bytes each
   u32 guard_bytes, lds_bytes, grid, block;
+  u32 lds_stride;  // from the LDS of a slot to that of the next one, both guards included
   u32 land_late;  // asynchronous copies land when they are waited for, and not when they are issued
   u32 fault_line, fault_block;
   char fault[256];  // empty: no fault
 };
 
-// The fibers of a wave follow each other in running order, and the one after them is the scheduler.
+// A slot and the block that is resident in it. The fibers of a wave follow each other in running order, and
+// the one after them is the scheduler.
 constexpr u32 CHAIN = WAVE + 1;
-static Fiber fibers[MAX_BLOCK / WAVE * CHAIN];
+struct Block {
+  Fiber fibers[MAX_BLOCK / WAVE * CHAIN];
+  char* lds;
+  u32 index;  // its blockIdx.x
+  bool resident, waits;
+  u32 arrivals;            // of its lanes at its cluster's barrier, all together
+  u16 arrived[MAX_BLOCK];  // of each lane
+};
+static Block blocks[SLOTS], *current;
+static u32 resident, started;  // how many blocks
 static Fiber *running, *scheduler;
 static Launch* launch;
 static void (*kernel_body)(const char* args);
 // What lanes post to each other. Two turns alternate: a lane that is ahead posts its next value while
-// others have yet to read this one.
+// others have yet to read this one. What is posted has been read when another wave runs, of whichever block.
 static u64 posted[2][MAX_BLOCK];
 static u32 turn;
 
@@ -193,21 +214,23 @@ static bool run_wave(Fiber* lanes) {
 }
 
 static u32 waits_ended;   // of those that stop at WAITING
-static bool nobody_runs;  // every wave waits, is at a barrier or has returned: a lane that waits says so
+// Every resident wave waits, is at a barrier or has returned, and no block can start: a lane that waits says so.
+static bool nobody_runs;
 
 // Runs waves that wait for others again, for as long as that ends the wait of any of them.
-static bool finish_waits(u32 waves) {
-  for (;;) {
-    const u32 before = waits_ended;
-    bool waiting = false;
+static bool finish_waits(Block* block, u32 waves) {
+  u32 before;
+  do {
+    before = waits_ended;
+    block->waits = false;
     for (u32 wave = 0; wave < waves; ++wave) {
-      if (!(fibers[wave * CHAIN].site & WAITING)) continue;
-      waiting = true;
-      if (!run_wave(fibers + wave * CHAIN)) return false;
+      Fiber* lanes = block->fibers + wave * CHAIN;
+      if (!(lanes->site & WAITING)) continue;
+      block->waits = true;
+      if (!run_wave(lanes)) return false;
     }
-    if (!waiting) return true;
-    nobody_runs = waits_ended == before;
-  }
+  } while (block->waits && waits_ended != before);
+  return true;
 }
 
 // simulator_leaves.h
@@ -216,7 +239,7 @@ static void forget_copies();
 
 // Whether nobody stored into the guard that begins at this byte of LDS.
 static bool guard_holds(int first) {
-  const char* at = launch->lds + first;
+  const char* at = current->lds + first;
   if (__builtin_memcmp(at, launch->guard, launch->guard_bytes) == 0) return true;
   int broken = 0;
   while (at[broken] == launch->guard[broken]) ++broken;
@@ -225,33 +248,78 @@ static bool guard_holds(int first) {
   return false;
 }
 
-static bool run_block() {
-  __builtin_memset(launch->lds, 0xff, launch->lds_bytes);  // NaN in fp16, bf16 and fp32
+// Runs a block until it has returned, or waits for what none of its own waves can do; false after a fault.
+static bool run_block(Block* block) {
+  current = block;
+  blockIdx.x = block->index;
+  Fiber* fibers = block->fibers;
   const u32 waves = launch->block / WAVE;
-  do {
+  for (;;) {
+    if (!finish_waits(block, waves)) return false;
+    if (block->waits) return true;
+    if (!all_together(fibers, CHAIN, waves)) return false;
+    if (fibers->site == RETURNED) break;
     for (u32 wave = 0; wave < waves; ++wave)
       if (!run_wave(fibers + wave * CHAIN)) return false;
-    if (!finish_waits(waves) || !all_together(fibers, CHAIN, waves)) return false;
-  } while (fibers->site != RETURNED);
+  }
+  block->resident = false;
+  --resident;
   return no_copy_in_flight() && guard_holds((int)launch->lds_bytes) && guard_holds(-(int)launch->guard_bytes);
+}
+
+// Starts the next block, as from a barrier in front of its first line.
+static bool start_block(Block* block) {
+  __builtin_memset(block->lds, 0xff, launch->lds_bytes);  // NaN in fp16, bf16 and fp32
+  for (u32 first = 0; first < launch->block / WAVE * CHAIN; first += CHAIN) block->fibers[first].site = BARRIER;
+  block->arrivals = 0;
+  __builtin_memset(block->arrived, 0, sizeof block->arrived);
+  block->index = started++;
+  block->resident = true;
+  ++resident;
+  return run_block(block);
+}
+
+// Gives a slot its LDS and its fibers. They outlive its blocks, but not the launch.
+static void make_slot(u32 slot) {
+  Block* block = blocks + slot;
+  block->resident = false;
+  block->lds = launch->lds + (u64)slot * launch->lds_stride;
+  __builtin_memcpy(block->lds - launch->guard_bytes, launch->guard, launch->guard_bytes);
+  __builtin_memcpy(block->lds + launch->lds_bytes, launch->guard, launch->guard_bytes);
+  char* stacks = launch->stacks + (u64)slot * launch->block * launch->stack_bytes;
+  for (u32 i = 0; i < launch->block; ++i) {
+    Fiber* fiber = block->fibers + i / WAVE * CHAIN + i % WAVE;
+    fiber->thread = launch->threads[i];
+    make_context(&fiber->context, stacks + i * launch->stack_bytes, launch->stack_bytes, fiber_main);
+  }
 }
 
 static void run_grid(Launch* request, void (*body)(const char*)) {
   launch = request;
   kernel_body = body;
   nobody_runs = false;
+  resident = started = 0;
   forget_copies();
   gridDim.x = launch->grid;
   blockDim.x = launch->block;
-  for (u32 i = 0; i < launch->block; ++i) {
-    Fiber* fiber = fibers + i / WAVE * CHAIN + i % WAVE;
-    fiber->thread = launch->threads[i];
-    make_context(&fiber->context, launch->stacks + i * launch->stack_bytes, launch->stack_bytes, fiber_main);
+  for (u32 slot = 0; slot < SLOTS; ++slot) make_slot(slot);
+  // Blocks take their turns as threads do: the last slot is first where the last thread is.
+  const bool last_first = launch->threads[0] > launch->threads[launch->block - 1];
+  while (started < launch->grid || resident) {
+    const u32 before = waits_ended;
+    for (u32 i = 0; i < SLOTS; ++i) {
+      Block* block = blocks + (last_first ? SLOTS - 1 - i : i);
+      if (block->resident && !run_block(block)) return;
+    }
+    if (waits_ended != before) continue;
+    if (resident == SLOTS || started == launch->grid) {
+      nobody_runs = true;
+      continue;
+    }
+    Block* vacant = blocks;
+    while (vacant->resident) ++vacant;
+    if (!start_block(vacant)) return;
   }
-  __builtin_memcpy(launch->lds - launch->guard_bytes, launch->guard, launch->guard_bytes);
-  __builtin_memcpy(launch->lds + launch->lds_bytes, launch->guard, launch->guard_bytes);
-  for (blockIdx.x = 0; blockIdx.x < launch->grid; ++blockIdx.x)
-    if (!run_block()) return;
 }
 
 // ---- entry points ------------------------------------------------------------------------------------------
@@ -277,6 +345,7 @@ template <class... Args, void (*kernel)(Args...)> struct Entry<void(Args...), ke
 };
 
 #define RR_SIM_EXPORT extern "C" __attribute__((visibility("default")))
+RR_SIM_EXPORT unsigned rr_sim_slots() { return rr_sim::SLOTS; }
 #define RR_SIM_ENTRY(kernel)                                                                        \
   typedef rr_sim::Entry<decltype(kernel), kernel> RrSimEntry_##kernel;                              \
   RR_SIM_EXPORT const char* rr_sim_signature_##kernel() { return RrSimEntry_##kernel::signature(); } \

@@ -91,7 +91,7 @@ static __forceinline__ void require_aligned(const void* address, u32 bytes, u32 
 }
 
 static void require_in_lds(const void* address, u32 bytes, u32 line) {
-  const long long at = (const char*)address - launch->lds;
+  const long long at = (const char*)address - current->lds;
   if (at < 0 || at + bytes > launch->lds_bytes)
     fail(line, "%u bytes at byte %lld of LDS, which has %u", bytes, at, launch->lds_bytes);
 }
@@ -120,8 +120,33 @@ static __forceinline__ void store(void* to, const void* from, u32 bytes, u32 lin
 }
 #define rr_sim_load(to, from, bytes) rr_sim::load(to, from, bytes, __LINE__)
 #define rr_sim_store(to, from, bytes) rr_sim::store(to, from, bytes, __LINE__)
-#define rr_sim_lds() (rr_sim::launch->lds)
-#define __threadfence() ((void)0)  // blocks run one after another
+#define rr_sim_lds() (rr_sim::current->lds)
+#define __threadfence() ((void)0)  // whoever runs next sees every store
+
+// ---- words between resident blocks -----------------------------------------------------------------------------
+static inline void publish(u64* to, u64 word, u32 line) { store(to, &word, 8, line); }
+
+// The word there, once it is not zero. As one for the wave: nobody goes on while the word of a lane is zero.
+static u64 await(const u64* from, u32 line) {
+  require_aligned(from, 8, line);
+  for (;;) {
+    const u64 word = *(const volatile u64*)from;
+    const u64* words = exchange(word, line);
+    u32 lane = 0;
+    while (lane < WAVE && words[lane]) ++lane;
+    if (lane == WAVE) {
+      ++waits_ended;
+      return word;
+    }
+    if (nobody_runs)
+      fail(line, "deadlock: no wave can go on (no word for lane %u; of %u blocks %u have started, %u are resident "
+           "and at most %u may be)", lane, launch->grid, started, resident, SLOTS);
+    stop_at(WAITING | line);
+  }
+}
+
+#define rr_sim_publish(to, word) rr_sim::publish(to, word, __LINE__)
+#define rr_sim_await(from) rr_sim::await(from, __LINE__)
 
 // ---- asynchronous copies to LDS --------------------------------------------------------------------------------
 // Hardware may land a copy at any time from its issue to the end of the wait that covers it. A launch tries
@@ -152,6 +177,7 @@ static void land(const Copy& copy) {
 }
 
 static void issue(Queue& queue, const Copy& copy) {
+  if (SLOTS > 1) fail(copy.line, "%s", "asynchronous copies in blocks that share rows are not modelled");
   require_in_lds(copy.to, copy.bytes, copy.line);
   require_aligned(copy.to, copy.bytes < 16 ? copy.bytes : 16, copy.line);
   require_aligned(copy.from, copy.bytes < 16 ? copy.bytes : 16, copy.line);
@@ -287,7 +313,7 @@ static Barrier* barrier_at(u64* address, u32 line) {
 static Barrier* live_barrier(u64* address, u32 line) {
   Barrier* barrier = barrier_at(address, line);
   if (barrier->uninitialised)
-    fail(line, "mbarrier at byte %u of LDS used before its init", (u32)((char*)address - launch->lds));
+    fail(line, "mbarrier at byte %u of LDS used before its init", (u32)((char*)address - current->lds));
   return barrier;
 }
 
@@ -342,6 +368,60 @@ static void barrier_wait(u64* address, u32 parity, u32 line) {
   ++waits_ended;
 }
 
+// A cluster: SLOTS blocks side by side in the grid. Its barrier comes in halves and orders no memory.
+static Block* of_cluster(u32 rank) {
+  const u32 index = current->index / SLOTS * SLOTS + rank;
+  for (Block& block : blocks)
+    if (block.resident && block.index == index) return &block;
+  return nullptr;
+}
+
+static void arrive_at_cluster(u32 line) {
+  if (launch->grid % SLOTS) fail(line, "a grid of %u blocks is not whole clusters of %u", launch->grid, SLOTS);
+  ++current->arrived[threadIdx.x];
+  ++current->arrivals;
+}
+
+// As one for the wave. A block that has returned is waited for no more.
+static void wait_for_cluster(u32 line) {
+  const u32 phase = current->arrived[threadIdx.x];
+  if (!phase) fail(line, "a lane waits at its cluster's barrier and has not arrived there");
+  require_same(phase, "arrivals at the cluster's barrier", line);
+  for (u32 rank = 0; rank < SLOTS;) {
+    const Block* other = of_cluster(rank);
+    const bool ended = !other && current->index / SLOTS * SLOTS + rank < started;
+    if (ended || (other && other->arrivals >= phase * launch->block)) {
+      ++rank;
+      continue;
+    }
+    if (nobody_runs)
+      fail(line, "deadlock: no wave can go on (block %u of the cluster has not arrived at its barrier)", rank);
+    stop_at(WAITING | line);
+  }
+  ++waits_ended;
+}
+
+// Where an address of this block's LDS lies in that of another block of the cluster.
+static char* in_block(const void* own, u32 bytes, u32 rank, u32 line) {
+  require_in_lds(own, bytes, line);
+  require_aligned(own, bytes, line);
+  if (rank >= SLOTS) fail(line, "block %u of a cluster of %u", rank, SLOTS);
+  Block* other = of_cluster(rank);
+  if (!other) fail(line, "block %u of the cluster may not run: wait for the cluster first", rank);
+  return other->lds + ((const char*)own - current->lds);
+}
+
+static void store_to_block(float* place, float value, u64* address, u32 rank, u32 line) {
+  Barrier* barrier = (Barrier*)in_block(address, 8, rank, line);
+  if (barrier->uninitialised) fail(line, "mbarrier of block %u of the cluster used before its init", rank);
+  __builtin_memcpy(in_block(place, 4, rank, line), &value, 4);
+  bytes_arrived(barrier, 4);
+}
+
+#define rr_sim_arrive_at_cluster() rr_sim::arrive_at_cluster(__LINE__)
+#define rr_sim_wait_for_cluster() rr_sim::wait_for_cluster(__LINE__)
+#define rr_sim_store_to_block(place, value, barrier, rank) \
+  rr_sim::store_to_block(place, value, barrier, rank, __LINE__)
 #define rr_sim_barrier_init(barrier, arrivals) rr_sim::barrier_init(barrier, arrivals, __LINE__)
 #define rr_sim_barrier_expect(barrier, bytes) rr_sim::barrier_expect(barrier, bytes, __LINE__)
 #define rr_sim_copy_bulk(to, from, bytes, barrier) rr_sim::copy_bulk(to, from, bytes, barrier, __LINE__)

@@ -9,6 +9,7 @@ AMD lane builtins and ``__shfl_xor_sync``.
 
 Version 1: vectors, conversions, policies, sums over the lanes of a wave by DPP, permlane swaps or
     shuffles.
+Version 2: what blocks hand to each other: words in global memory, or stores over a cluster.
 """
 
 TEXT = r"""
@@ -290,6 +291,70 @@ RR_FN float reciprocal_sqrt(float v) {
 #endif
 }
 
+// ---- what blocks hand to each other -----------------------------------------------------------
+#if RR_AMD
+#if defined(RR_SIMULATOR)
+#define publish_word(to, word) rr_sim_publish(to, word)
+#define await_word(from) rr_sim_await(from)
+#else
+// A word in global memory that other blocks read; and the word once it is not 0.
+RR_FN void publish_word(u64* to, u64 word) {
+  __hip_atomic_store(to, word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+RR_FN u64 await_word(const u64* from) {
+  u64 word;
+  do word = __hip_atomic_load(from, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+  while (!word);
+  return word;
+}
+#endif
+#elif defined(RR_SIMULATOR)
+#define barrier_init(barrier, arrivals) rr_sim_barrier_init(barrier, arrivals)
+#define barrier_expect(barrier, bytes) rr_sim_barrier_expect(barrier, bytes)
+#define barrier_wait(barrier, parity) rr_sim_barrier_wait(barrier, parity)
+#define store_to_block(place, value, barrier, block) \
+  rr_sim_store_to_block(place, value, barrier, block)
+#define arrive_at_cluster() rr_sim_arrive_at_cluster()
+#define wait_for_cluster() rr_sim_wait_for_cluster()
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+// mbarriers: of so many arrivals, an arrival that announces bytes, and the end of a phase
+RR_FN void barrier_init(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               ::"r"(lds_address(barrier)), "r"(arrivals) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+RR_FN void barrier_expect(u64* barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               ::"r"(lds_address(barrier)), "r"(bytes) : "memory");
+}
+RR_FN void barrier_wait(u64* barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nWAIT_%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT_%=;\n}"
+      ::"r"(lds_address(barrier)), "r"(parity) : "memory");
+}
+// The address in the LDS of a block of the cluster that `own` has in this block's.
+RR_FN u32 in_block(const void* own, u32 block) {
+  u32 address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(lds_address(own)), "r"(block));
+  return address;
+}
+// Stores a float into another block's LDS, 4 bytes for the mbarrier there.
+RR_FN void store_to_block(float* place, float value, u64* barrier, u32 block) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
+               ::"r"(in_block(place, block)), "r"(as_bits(value)), "r"(in_block(barrier, block))
+               : "memory");
+}
+// The barrier of a cluster, in halves. It orders no memory: mbarriers do.
+RR_FN void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+RR_FN void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+#else
+RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+#endif
+
 // ---- sums over lanes --------------------------------------------------------------------------
 #if RR_AMD
 // v of the lane that a DPP control names; with all rows and banks enabled it folds into the add
@@ -299,6 +364,9 @@ template <int CONTROL> RR_FN float dpp(float v) {
 RR_FN float read_lane(float v, int lane) {
   return as_float(__builtin_amdgcn_readlane((int)as_bits(v), lane));
 }
+// what all lanes of a wave have alike, as a scalar
+RR_FN u32 uniform(u32 v) { return (u32)__builtin_amdgcn_readfirstlane((int)v); }
+RR_FN u64 uniform(u64 v) { return (u64)uniform((u32)(v >> 32)) << 32 | uniform((u32)v); }
 #endif
 
 // The sum of v over each aligned group of LANES lanes of a wave, in every lane of the group. All
