@@ -32,13 +32,14 @@ class Config:
             rows; above, a row has it / block blocks.
         vec: bytes of x that a lane moves at once (``v``).
         path: how a row travels. ``reg``: read once, kept in registers. ``pp``: the next row is
-            loaded into a second register set while this one is reduced. ``lds<stages>[b][r]``:
+            loaded into a second register set while this one is reduced. ``lds<stages>[b][r][p]``:
             asynchronous copies into an LDS ring, by lanes or (``b``) in bulk; after the reduction
-            the row comes from registers or (``r``) from the ring again. ``2p``: rows too wide to
-            keep are read twice.
+            the row comes from registers or (``r``) from the ring again; programs that get ahead of
+            the others wait for them (``p``). ``2p``: rows too wide to keep are read twice.
         stages: depth of the LDS ring; 0 on other paths.
         bulk: the ring is filled by bulk row copies (sm_90).
         reread: the row is read from the ring again after the reduction.
+        paced: a program ahead of the others asks for its next row later, so that all end together.
         load_policy: of the rows, ``-lk`` keep or ``-ls`` stream.
         store_policy: of the rows, ``-sk`` keep or ``-ss`` stream.
         waves_per_eu: ``-w``, AMD's second launch bound; 0 for none.
@@ -54,6 +55,7 @@ class Config:
     stages: int = 0
     bulk: bool = False
     reread: bool = False
+    paced: bool = False
     load_policy: Policy = "default"
     store_policy: Policy = "default"
     waves_per_eu: int = 0
@@ -78,7 +80,8 @@ class Config:
     @property
     def slug(self) -> str:
         """The config's one name: test ids, CSV, caches, errors and the REPL all use it."""
-        path = PATH_SLUG.get(self.path) or f"lds{self.stages}{'b' * self.bulk}{'r' * self.reread}"
+        ring = f"lds{self.stages}{'b' * self.bulk}{'r' * self.reread}{'p' * self.paced}"
+        path = PATH_SLUG.get(self.path, ring)
         parts = [f"b{self.block}", f"t{self.threads_per_row}", f"v{self.vec}", path]
         if self.load_policy != "default":
             parts.append(f"l{POLICY_SLUG[self.load_policy]}")
@@ -132,7 +135,8 @@ _FINISHES = {"fk": "kernel", "fl": "last_block"}
 _EXAMPLES = (
     *(f"b{n}" for n in (64, 128, 256, 512, 1024)), *(f"t{n}" for n in (8, 32, 64, 128, 256, 512)),
     "v2", "v4", "v8", "v16", *_PATHS, *(f"lds{n}" for n in range(2, 9)), "lds3b", "lds3r", "lds3br",
-    "lk", "ls", "sk", "ss", "w1", "w2", "w4", "m1", "m2", "m4", "p1", "p2", "p4", "fk", "fl",
+    "lds3bp", "lk", "ls", "sk", "ss", "w1", "w2", "w4", "m1", "m2", "m4", "p1", "p2", "p4", "fk",
+    "fl",
 )  # fmt: skip
 
 
@@ -142,9 +146,10 @@ def _knob(part: str) -> dict[str, object] | None:
         return {"path": _PATHS[part]}
     if part in _FINISHES:
         return {"finish": _FINISHES[part]}
-    if ring := re.fullmatch(r"lds(\d+)(b?)(r?)", part):
+    if ring := re.fullmatch(r"lds(\d+)(b?)(r?)(p?)", part):
         return {
-            "path": "lds", "stages": int(ring[1]), "bulk": bool(ring[2]), "reread": bool(ring[3])
+            "path": "lds", "stages": int(ring[1]), "bulk": bool(ring[2]),
+            "reread": bool(ring[3]), "paced": bool(ring[4]),
         }  # fmt: skip
     if policy := re.fullmatch(r"([ls])([ks])", part):
         field = "load_policy" if policy[1] == "l" else "store_policy"

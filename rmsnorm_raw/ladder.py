@@ -15,12 +15,16 @@ from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import (
     MAX_ROWS_PER_BLOCK,
     PROGRAMS,
+    ROW_BLOCKS,
     covering_lanes,
     inert_reason,
     reject_reason,
     require_fit,
     row_vectors,
 )
+
+#: steps of a program from which it is paced
+PACED_STEPS = 48
 
 
 def default_config(problem: Problem, device: DeviceSpec) -> Config:
@@ -39,30 +43,66 @@ def default_config(problem: Problem, device: DeviceSpec) -> Config:
 
 
 def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
-    """One block a row group, rows in registers.
+    """One block a row group, or several blocks a row; rows in registers.
 
-    Figures: an H200, 2026-11, cold, bf16. The same shapes serve AMD (aiter and quack-FlyDSL have
-    256 lanes with 16 to 32 elements each on MI355X); there they are unmeasured.
+    Figures: an H200, 2026-11, cold, bf16 unless they say something else.
     """
     vec, vectors = problem.widest_vec, row_vectors(problem)
-    # A lane keeps 32 bytes of a narrow row and 64 of a wide one: 253 us at 32768x8192, 35.3 us at
-    # 32768x1024; a lone row of 4096, too, is faster with 256 lanes (4.5 us) than with 512 (4.6).
+    few_rows = problem.rows <= 4 * device.compute_units
+    if device.dialect == "cuda" and vec == 16:
+        yield from _cuda_forward_rungs(problem, device, few_rows)
+    elif few_rows and vectors >= 4096 and problem.rows * 8 <= device.compute_units:
+        # Wide rows and hardly any: eight blocks a row, or most of the device would idle.
+        yield Config(block=256, threads_per_row=2048, vec=vec)
+    # A lane keeps 32 bytes of a narrow row and 64 of a wide one, in blocks of 256 threads: aiter
+    # and quack-FlyDSL have 256 lanes with 16 to 32 elements each on MI355X. Few rows spread over
+    # the device instead.
     per_lane = 2 if vectors * vec <= 8192 else 4
-    # Blocks of 256 threads: at 32768x1024 128 take 36.9 us, for 16 blocks of a multiprocessor do
-    # not fill its 2048 threads. Few rows spread over the device instead.
-    few_rows = problem.rows <= device.compute_units
-    least = 64 if few_rows else 256
-    # Rows are kept in L2: 262 -> 253 us at 32768x8192, 16.6 -> 16.2 us at 4096x3000; streamed 278.
-    # A lone row would wait for the policy: 4.8 us instead of 4.5 at 1x4096.
-    cuda = device.dialect == "cuda"
-    load: Policy = "keep" if cuda and not few_rows else "default"
+    least = 64 if problem.rows <= device.compute_units else 256
+    load: Policy = "keep" if device.dialect == "cuda" else "default"
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
-        block = _block(row, least)
-        yield Config(block=block, threads_per_row=row, vec=vec, load_policy=load)
+        yield Config(block=_block(row, least), threads_per_row=row, vec=vec, load_policy=load)
     # A row too wide to keep is read twice, and what is written is kept out of the way of that: 289
     # us at 4096x65536, 331 with the loads kept.
-    store: Policy = "stream" if cuda else "default"
+    store: Policy = "stream" if device.dialect == "cuda" else "default"
     yield Config(block=1024, vec=vec, path="two_pass", store_policy=store)
+
+
+def _cuda_forward_rungs(problem: Problem, device: DeviceSpec, few_rows: bool) -> Iterator[Config]:
+    vec, vectors = problem.widest_vec, row_vectors(problem)
+    # Rows are kept in L2: 262 -> 253 us at 32768x8192; streamed 278.
+    base = Config(vec=vec, load_policy="keep")
+    # min_blocks=1 lets NVRTC ask for the weight with the row and not after its sum: 4.9 -> 4.0 us
+    # at 1x4096 with an fp32 weight, 254.3 -> 251.6 at 32768x4096 fp32.
+    ahead = replace(base, min_blocks=1)
+    wide_weight = problem.weight_bytes > problem.element_bytes and not few_rows
+    if vectors <= 32:
+        pass  # several rows a block of 256 threads, below
+    elif vectors < 512:
+        # One row a block, 32 bytes a lane: 66.5 us at 32768x2048, 67.4 with two rows a block.
+        row = covering_lanes(vectors, 2, device)
+        yield replace(ahead, block=max(64, row), threads_per_row=row)
+    elif vectors == 512:
+        if wide_weight:  # 19.5 us at 4096x4096 fp16/fp32; 20.6 in 256 lanes
+            yield replace(ahead, block=128, threads_per_row=128)
+        # 128.3 us at 32768x4096, 129.1 if the weight is asked for early
+        yield replace(ahead if few_rows or problem.element_bytes == 4 else base, block=256)
+    elif wide_weight and vectors <= 2048:
+        # One block: 253.1 us at 32768x8192 bf16/fp32, 129.6 at 8192x16384, 135 in 512 lanes.
+        yield replace(base, block=256)
+    # Wider rows are shared by blocks of 128 threads with 64 bytes a lane, 32 where rows are few:
+    # 251.1 us at 32768x8192 (one block 252.6), 126.7 at 8192x16384 (128.6), 126.9 at 4096x32768
+    # (134.8), 4.1 at 1x16384 (5.1). Up to eight may share one.
+    for blocks in ROW_BLOCKS:
+        if 512 < vectors <= 128 * blocks * (2 if few_rows else 4) or (few_rows and vectors == 4096):
+            early = few_rows or vectors <= 1024
+            yield replace(ahead if early else base, block=128, threads_per_row=128 * blocks)
+    # Wider still: 256 threads with 256 bytes a lane, 262.0 us at 4096x65536, 269.3 at 2048x131072,
+    # 278.4 at 1024x262144; eight blocks where rows are few, 7.7 at 8x262144.
+    for blocks in ROW_BLOCKS:
+        if 4096 < vectors <= 256 * blocks * 16 and (not few_rows or blocks == 8):
+            wide = ahead if few_rows else replace(base, store_policy="stream")
+            yield replace(wide, block=256, threads_per_row=256 * blocks)
 
 
 def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
@@ -74,22 +114,27 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     base = Config(vec=vec)
     # 512 threads a compute unit, for what is in flight keeps memory busy and not waves; 1024 where
     # a row is so short that its latency counts: 21.1 us at 32768x256, 25 with 512.
-    short = vectors <= 32
-    threads, least, per_lane = (1024, 128, 1) if short else (512, 256, 2 if vectors <= 1024 else 4)
+    threads, least, per_lane = 512, 256, 2 if vectors <= 1024 else 4
+    if vectors <= 32:
+        threads, least, per_lane = 1024, 128, 1
     if problem.rows <= device.compute_units:
         # No program has a second row: there is nothing to overlap. A lone row finishes dW itself,
         # 4.4 us instead of 8.1 at 1x4096.
         if problem.need_dweight and problem.rows == 1:
             base = replace(base, finish="last_block")
-    elif device.arch == "sm_90" and vectors > 1024:
-        # Such rows fill the ring too soon: 762 us from registers at 32768x8192 fp32, 787 by a ring.
-        base = replace(base, load_policy="keep", store_policy="stream")
     elif device.arch == "sm_90" and vec == 16:
-        # Bulk copies into a ring, loads kept and stores streamed: at 32768x8192 381 us, against 384
-        # by lanes, 417 ping-pong, 506 from registers; at 32768x1024 56, 58, 61, 72.
+        # Bulk copies into a ring of three rows, loads kept and stores streamed: at 32768x8192 381
+        # us, against 384 by lanes, 417 ping-pong, 506 from registers.
         base = replace(
             base, path="lds", stages=3, bulk=True, load_policy="keep", store_policy="stream"
         )  # fmt: skip
+        # One program of 512 threads, 16 KiB of each tensor a step: 192.4 us at 32768x4096, 197.5 as
+        # two of 256. Short rows go in four programs of 128: 57.3 us at 32768x1024 fp16, 60.2 in two
+        # of 256. Rows of 32 KiB in 1024 lanes: 737 us at 32768x8192 fp32, 742 in 512.
+        if vectors > 32:
+            least, per_lane = 128 if vectors <= 128 else 512, 2
+        if vectors > 1024:
+            threads = 1024
     else:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
         # the default for that reason, unmeasured (gfx950: 124 to 157 VGPRs).
@@ -98,20 +143,31 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
         block = _block(row, least)
         for programs in (n for n in reversed(PROGRAMS) if n * block <= max(threads, block)):
-            # Programs that share a multiprocessor overlap each other: two rows a ring are enough,
-            # 193 us at 32768x4096 and 201 with three; a lone program wants three, 381 against 384.
-            stages = min(base.stages, 2 if programs > 1 else 3)
-            yield replace(base, block=block, threads_per_row=row, programs=programs, stages=stages)
-    # Lanes that would have to keep more read the ring again: 204 us at 8192x16384 bf16.
+            config = replace(base, block=block, threads_per_row=row, programs=programs)
+            yield _ring_for(problem, device, config) if config.bulk else config
+    # Lanes that would have to keep more read the ring again: 201 us at 8192x16384 bf16.
     for row in (512, 1024):
-        yield Config(
+        config = Config(
             block=row, vec=vec, path="lds", stages=3, reread=True, programs=1,
             bulk=device.arch == "sm_90", load_policy=base.load_policy,
             store_policy=base.store_policy,
         )  # fmt: skip
+        yield _ring_for(problem, device, config) if config.bulk else config
     # Rows too wide for that go in two passes.
     for programs in (4, 3, 2, 1):
         yield Config(block=256, vec=vec, path="two_pass", programs=programs)
+
+
+def _ring_for(problem: Problem, device: DeviceSpec, config: Config) -> Config:
+    """A bulk ring of as many stages as programs have use for, paced where they go on for long."""
+    steps = -(-problem.rows // (config.rows_per_block * config.programs * device.compute_units))
+    # Short rows in many programs overlap each other: two are enough, 20.4 us at 32768x256.
+    stages = 2 if config.programs > 4 else max(2, min(config.stages, steps))
+    # Multiprocessors do not share memory evenly, and in the end the fast ones wait: 375 us paced at
+    # 32768x8192, 389 without; 201 and 209 at 8192x16384. Over 15 steps, at 4096x4096, it is worth
+    # nothing.
+    paced = config.programs == 1 and steps >= PACED_STEPS
+    return replace(config, stages=stages, paced=paced)
 
 
 def _lane_counts(wanted: int) -> Iterator[int]:
@@ -123,8 +179,8 @@ def _lane_counts(wanted: int) -> Iterator[int]:
 
 
 def _block(row: int, least: int) -> int:
-    """Threads of a block of one, two, four ... rows: ``least`` or more, for at most 16 rows."""
+    """Threads of a block of one, two, four ... rows: ``least`` at most, but for at most 16 rows."""
     block = row
-    while block < least and block < MAX_ROWS_PER_BLOCK * row:
+    while 2 * block <= least and block < MAX_ROWS_PER_BLOCK * row:
         block *= 2
     return max(64, block)

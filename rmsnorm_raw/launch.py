@@ -75,9 +75,10 @@ def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[s
 
     Forward: x, weight, y, rstd; the workspace has the words of blocks that share rows, which a
     plan's first launch clears. Backward: dout, x, weight, rstd, dx, dweight; the workspace has fp32
-    partial rows of dW, after fp32 {rstd, mean} of each row on the two-pass path. It begins at a
-    multiple of 16 bytes, the others where problem.alignment says, and streams must not share one.
-    Nor a counter: that of a last-block finish is 0 before a launch and again after it.
+    partial rows of dW, after fp32 {rstd, mean} of each row on the two-pass path, and then what
+    paced programs count by. It begins at a multiple of 16 bytes, the others where problem.alignment
+    says, and streams must not share one. Nor a counter: that of a last-block finish is 0 before a
+    launch and again after it.
     """
     rows, cols = problem.rows, problem.cols
     matrix, vector = rows * cols * problem.element_bytes, cols * problem.weight_bytes
@@ -109,8 +110,7 @@ def workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int
         return 0
     if problem.op == "forward":
         return 8 * _shared_words(problem, config, device)
-    partials = 4 * grid_programs(problem, config, device) * problem.cols * problem.need_dweight
-    return _row_results_bytes(problem, config) + partials
+    return _progress_at(problem, config, device) + 4 * config.paced
 
 
 def make_plan(
@@ -200,7 +200,8 @@ def _backward(
         args = (
             *_rows_from(dout, 0, problem), *_rows_from(x, 0, problem), _address(weight.address),
             _address(rstd.address), *_rows_from(dx, 0, problem), _address(partial),
-            _address(dweight), _address(tensors.get("counter", _NOWHERE).address), rows, cols,
+            _address(dweight), _address(tensors.get("counter", _NOWHERE).address),
+            _address(row_results + _progress_at(problem, config, device)), rows, cols,
             np.float32(problem.eps),
         )  # fmt: skip
         yield Launch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
@@ -220,6 +221,12 @@ def _counts_blocks(problem: Problem, config: Config, device: DeviceSpec) -> bool
     """Whether the last block to leave must be found; a lone block knows that it is."""
     last_block = config.finish == "last_block" and problem.need_dweight
     return last_block and grid_programs(problem, config, device) > 1
+
+
+def _progress_at(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    """Where in backward's workspace paced programs count, behind the partial rows of dW."""
+    partials = grid_programs(problem, config, device) * problem.cols * problem.need_dweight
+    return _row_results_bytes(problem, config) + 4 * partials
 
 
 def _row_results_bytes(problem: Problem, config: Config) -> int:

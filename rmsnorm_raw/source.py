@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.kernels import backward, forward, prelude, ring, rows
+from rmsnorm_raw.kernels import backward, blocks, finish, forward, prelude, ring, rows
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import (
     FINISH_BLOCK,
@@ -105,6 +105,7 @@ def render(
             "RR_STAGES": config.stages,
             "RR_BULK": int(config.bulk),
             "RR_REREAD": int(config.reread),
+            "RR_PACED": int(config.paced),
             "RR_RING_TENSORS": 1 if forward_op else 2,
             "RR_ROW_STORES": int(forward_op or problem.need_dx),
         }
@@ -127,8 +128,12 @@ def render(
             entry_points = ("rmsnorm_backward_rows", "rmsnorm_backward_columns")
         if problem.need_dweight and not last_block:
             entry_points += ("rmsnorm_dweight",)
-    text = prelude.TEXT + rows.TEXT + (ring.TEXT if config.path == "lds" else "")
-    text += forward.TEXT if forward_op else backward.TEXT
+    text = prelude.TEXT + rows.TEXT
+    if config.blocks_per_row > 1 or config.bulk:
+        text += blocks.TEXT
+    if config.path == "lds":
+        text += ring.TEXT
+    text += forward.TEXT if forward_op else finish.TEXT + backward.TEXT
     defines = target_defines(device) + tuple((k, str(v)) for k, v in (common | own).items())
     name = f"rmsnorm_{problem.op}.hip"
     return Source(name, text, defines, entry_points, config.slug)

@@ -142,7 +142,7 @@ def column_tiles(problem: Problem, config: Config) -> int:
 
 def finish_columns(problem: Problem) -> int:
     """Columns that a block finishes dW for: few of a narrow row, so that there are more blocks."""
-    return 4 if problem.cols <= 512 else 8 if problem.cols <= 2048 else 16
+    return 4 if problem.cols <= 512 else 16 if problem.cols <= 2048 else 32
 
 
 def dweight_chain(problem: Problem, config: Config, device: DeviceSpec) -> int:
@@ -239,9 +239,11 @@ def _reject_path(problem: Problem, device: DeviceSpec, config: Config) -> str | 
     if config.finish == "last_block" and (problem.op == "forward" or config.path == "two_pass"):
         return "finish is a knob of backward's single kernel: forward has no dW, two_pass its own"
     if config.path != "lds":
-        if config.stages or config.bulk or config.reread:
-            return f"stages, bulk and reread belong to path lds, not {config.path}"
+        if config.stages or config.bulk or config.reread or config.paced:
+            return f"stages, bulk, reread and paced belong to path lds, not {config.path}"
         return None
+    if config.paced and (not config.bulk or problem.op == "forward"):
+        return "paced belongs to backward's rings of bulk copies: lds<n>bp"
     if not 2 <= config.stages <= 8:
         return f"a ring has 2 to 8 stages, not {config.stages}"
     if config.vec < 4:
@@ -380,7 +382,7 @@ def _candidates(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     for shape in _shapes(problem, device):
         yield from _register_plane(problem, device, replace(shape, vec=vec))
         yield from _pipeline_plane(problem, device, replace(shape, vec=vec))
-    for block in BLOCKS:
+    for block in BLOCKS[2:]:
         if row_vectors(problem) > block:
             for programs in (0,) if problem.op == "forward" else (1, 2, 4):
                 base = Config(block=block, vec=vec, path="two_pass", programs=programs)
@@ -405,10 +407,10 @@ def _shapes(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         for block in (row, 2 * row, 4 * row):
             if 64 <= block <= 512 or block == row:
                 yield Config(block=block, threads_per_row=row)
-    # blocks that share a row of which a lone one would keep 8 vectors a lane or more
-    for block, blocks in itertools.product((256, 512, 1024), ROW_BLOCKS):
+    # blocks that share a row of more than 8 KiB
+    for block, blocks in itertools.product((128, 256, 512), ROW_BLOCKS):
         row = blocks * block
-        if problem.op == "forward" and row <= vectors <= 8 * row and vectors > 2048:
+        if problem.op == "forward" and row <= vectors <= 16 * row and vectors > 512:
             yield Config(block=block, threads_per_row=row)
 
 
@@ -416,14 +418,15 @@ def _register_plane(problem: Problem, device: DeviceSpec, shape: Config) -> Iter
     for programs in (0,) if problem.op == "forward" else PROGRAMS:
         base = replace(shape, programs=programs)
         yield base
-        # with CUDA's bound of 1 NVRTC spends registers on loads in flight, not on occupancy
-        if device.dialect == "cuda":
-            yield from (replace(base, min_blocks=bound) for bound in (1, 4))
-        else:
-            yield from (replace(base, waves_per_eu=bound) for bound in (2, 4))
         if base.vec > problem.element_bytes:
             yield replace(base, vec=base.vec // 2)
         if programs <= 2:
+            # with CUDA's bound of 1 NVRTC spends registers on loads in flight, not on occupancy
+            if device.dialect == "cuda":
+                yield replace(base, min_blocks=1, load_policy="keep")
+                yield replace(base, min_blocks=4)
+            else:
+                yield from (replace(base, waves_per_eu=bound) for bound in (2, 4))
             for load, store in POLICIES:
                 yield replace(base, load_policy=load, store_policy=store)
             if problem.need_dweight and problem.rows <= LAST_BLOCK_ROWS:
@@ -452,4 +455,9 @@ def _pipeline_plane(problem: Problem, device: DeviceSpec, shape: Config) -> Iter
             yield replace(
                 shape, programs=programs, path=path.path, stages=path.stages, bulk=path.bulk,
                 reread=path.reread, load_policy=load, store_policy=store,
+            )  # fmt: skip
+        if path.bulk and programs == 1 and not forward:
+            yield replace(
+                shape, programs=programs, path=path.path, stages=path.stages, bulk=True,
+                reread=path.reread, paced=True, load_policy="keep", store_policy="stream",
             )  # fmt: skip

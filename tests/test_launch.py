@@ -41,7 +41,7 @@ def test_forward_launches_cover_every_row_once_under_the_limit(rows: int, cols: 
     config = default_config(problem, GFX950)
     next_row = 0
     for launch in plan(problem, config):
-        x, _, _, y, _, rstd, launch_rows = (int(v) for v in launch.args[:7])
+        x, _, _, y, _, rstd, _, launch_rows = (int(v) for v in launch.args[:8])
         assert launch.grid * launch.block <= MAX_THREADS
         assert launch.grid == -(-launch_rows // config.rows_per_block)
         assert x - (1 << 44) == y - (3 << 44) == next_row * cols * 2
@@ -57,7 +57,7 @@ def test_a_persistent_forward_is_one_launch(slug: str) -> None:
     assert few.grid == 25  # row groups of 4
     (many,) = plan(Problem.forward(1 << 36, 1024, "float16"), config)
     assert many.grid == 256 * config.programs
-    assert int(many.args[6]) == 1 << 36
+    assert int(many.args[7]) == 1 << 36
 
 
 def test_two_pass_backward_offsets_its_row_results() -> None:

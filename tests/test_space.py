@@ -106,11 +106,22 @@ def test_the_ladder_serves_every_problem(problem: Problem, device: DeviceSpec) -
     assert dweight_chain(problem, config, device) >= 1
 
 
+FEW_UNITS, OLD_CUDA = replace(GFX950, compute_units=63), replace(SM_90, arch="sm_80")
 REFUSED = [
     (WIDE, GFX950, "b2048", "64 to 1024 threads"),
     (WIDE, GFX950, "b96-t96", "whole waves of 64"),
     (WIDE, SM_90, "b1000-t1000", "whole waves of 32"),
-    (WIDE, GFX950, "b256-t512", "threads_per_row is 8 to block=256"),
+    (WIDE, GFX950, "b256-t96", "threads_per_row is 8 to block=256"),
+    (WIDE, GFX950, "b256-t768", "over block=256 is 512, 1024, 2048, not 768"),
+    (WIDE, SM_90, "b64-t1024", "over block=64 is 128, 256, 512, not 1024"),
+    (WIDE, SM_90, "b256-t512-2p", "blocks share a row on forward's path registers alone"),
+    (WIDE_BACKWARD, GFX950, "b256-t512-p1", "blocks share a row on forward's path registers alone"),
+    (WIDE, FEW_UNITS, "b256-t2048", "want 64 compute units, and gfx950 has 63"),
+    (WIDE, OLD_CUDA, "b256-t512", "sm_80 is not sm_90"),
+    (Problem.forward(1 << 22, 65536, "bf16"), SM_90, "b256-t1024", "less than 2\\*\\*32"),
+    (WIDE_BACKWARD, SM_90, "b256-lds3p-p1", "paced belongs to backward's rings of bulk copies"),
+    (WIDE, SM_90, "b256-lds3bp-p1", "paced belongs to backward's rings of bulk copies"),
+    (WIDE_BACKWARD, SM_90, "b64-t64-v16-m2-p1", "inert"),
     (WIDE, GFX950, "b256-t4", "threads_per_row is 8 to"),
     (WIDE, GFX950, "b384-t96", "power of two or whole waves of 64"),
     (WIDE, GFX950, "b256-v4", "vec is 16 or 8 bytes here"),
@@ -196,8 +207,14 @@ def test_every_knob_is_in_the_space(device: DeviceSpec) -> None:
     wanted |= {("path", path) for path in ("registers", "pingpong", "lds", "two_pass")}
     wanted |= {("stages", n) for n in STAGES} | {("programs", n) for n in PROGRAMS}
     wanted |= {("finish", "last_block")}
-    wanted |= {("waves_per_eu", 2)} if device is GFX950 else {("min_blocks", 2), ("bulk", True)}
-    wanted |= set() if device is GFX950 else {("load_policy", "keep"), ("store_policy", "keep")}
+    wanted |= {("waves_per_eu", 2)} if device is GFX950 else {("min_blocks", 1), ("min_blocks", 4)}
+    if device is SM_90:
+        wanted |= {
+            ("load_policy", "keep"),
+            ("store_policy", "keep"),
+            ("bulk", True),
+            ("paced", True),
+        }
     assert wanted <= varied
 
 

@@ -385,7 +385,7 @@ static void arrive_at_cluster(u32 line) {
 // As one for the wave. A block that has returned is waited for no more.
 static void wait_for_cluster(u32 line) {
   const u32 phase = current->arrived[threadIdx.x];
-  if (!phase) fail(line, "a lane waits at its cluster's barrier and has not arrived there");
+  if (!phase) fail(line, "lane %u waits at its cluster's barrier and has not arrived there", threadIdx.x % WAVE);
   require_same(phase, "arrivals at the cluster's barrier", line);
   for (u32 rank = 0; rank < SLOTS;) {
     const Block* other = of_cluster(rank);

@@ -12,6 +12,7 @@ Version 2, ``2p``:  rows too wide to keep. ``rmsnorm_backward_rows`` leaves rstd
 Version 3, ``pp``:  as 1, with the next row on its way into a second register set; unrolled by two.
 Version 4, ``lds``: as 1, over a ring of rows in LDS; after the reduction a row comes from
     registers, or (``r``) from the ring again.
+Version 5, ``p``: programs that get ahead of the others wait for them.
 
 dW is finished by ``rmsnorm_dweight``, which adds the partial rows in a fixed order and rounds once,
 or (``-fl``) by the last block to leave: a lone block then needs no second launch, more count
@@ -68,51 +69,16 @@ RR_FN void store_dx(void* dx, u64 element, const XPack& dout, const XPack& x, co
   store_pack<RR_X, RR_ELEMENTS, RR_STORE_POLICY>(dx, element, out);
 }
 
-#if RR_NEED_DW
-// One column of `count` rows of partial sums: every `step`-th row from `first` on, in eight chains.
-// All eight loads are issued before the first is masked, or each would be waited for in turn.
-RR_FN float sum_partials(const float* column, u32 cols, u32 count, u32 first, u32 step) {
-  float chain[8] = {};
-  for (u32 row = first; row < count; row += 8 * step) {
-    float part[8];
-#pragma unroll
-    for (u32 k = 0; k < 8; ++k) {
-      const u32 at = row + k * step;
-      part[k] = column[(u64)(at < count ? at : first) * cols];
-    }
-#pragma unroll
-    for (u32 k = 0; k < 8; ++k)
-      if (row + k * step < count) chain[k] += part[k];
-  }
-  return tree_sum(chain);
-}
-#endif
-
-#if RR_LAST_BLOCK
-// True in the last block that comes here, to which all the other blocks' stores are then visible.
-// Every thread fences its own stores before the barrier, so that the count says they have arrived.
-RR_FN bool last_block(u32* finished, u32* shared) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    *shared = atomicAdd(finished, 1u) == gridDim.x - 1;
-    if (*shared) *finished = 0;  // for the next launch
-  }
-  __syncthreads();
-  __threadfence();
-  return *shared;
-}
-#endif
-
 #if RR_PATH != PATH_TWO_PASS
 // dout, x, dx: (rows, cols), row strides in elements. weight, dweight: (cols). rstd: (rows) fp32.
 // partial: (gridDim.x, cols) fp32, one row a program. finished: 0 before and after, for the last
-// block. LDS: two areas of 2 floats a wave, then the ring, or at the end the block's partial row.
+// block. progress: whatever it holds, for programs that are paced. LDS: two areas of 2 floats a
+// wave, then the ring, or at the end the block's partial row.
 extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
     const void* __restrict__ dout, i64 dout_stride, const void* __restrict__ x, i64 x_stride,
     const void* __restrict__ weight, const float* __restrict__ rstd, void* __restrict__ dx,
-    i64 dx_stride, float* partial, void* __restrict__ dweight, u32* finished, i64 rows,
-    u32 run_time_cols, float eps) {
+    i64 dx_stride, float* partial, void* __restrict__ dweight, u32* finished, u32* progress,
+    i64 rows, u32 run_time_cols, float eps) {
   RR_LDS(lds);
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 vectors = cols / RR_ELEMENTS;
@@ -212,6 +178,10 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
   ring.start(first + slot, step);
   load_weights();
   float given = load_rstd(first + slot);
+#if RR_PACED
+  Pace pace;
+  pace.open(progress);
+#endif
   int area = 0;
   for (i64 group = first; group < rows; group += step) {
     const i64 row = group + slot;
@@ -224,6 +194,9 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
     const RowResult result = sum_row(given, x_kept, dout_kept, area);
     area ^= 1;
     if (RR_BULK && !SUMS_NEEDED) __syncthreads();
+#if RR_PACED
+    pace.step();
+#endif
     if (RR_BULK) ring.refill(row, step);
     if (RR_REREAD) {
       ring.read(0, x_kept);
@@ -360,61 +333,6 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_columns(
   }
   if (NEED_DW)
     store_pack<FP32, RR_ELEMENTS, POLICY_DEFAULT>(partial, (u64)share * cols + column, sums);
-}
-#endif
-
-#if RR_NEED_DW && !RR_LAST_BLOCK
-// Adds `partials` rows of fp32 sums. A block has RR_FINISH_COLUMNS columns, a lane a vector of them
-// from every FINISH_GROUPS-th row: little for each to do, for this kernel runs alone and its length
-// is latency. Sums meet over FINISH_RUN lanes first, then in LDS. dweight: (cols) in its own dtype.
-// LDS: RR_FINISH_COLUMNS floats for each of FINISH_RUNS.
-constexpr int FINISH_VEC = RR_ELEMENTS < 4 ? RR_ELEMENTS : 4;
-constexpr int FINISH_VECTORS = RR_FINISH_COLUMNS / FINISH_VEC;
-constexpr int FINISH_RUN = 8;
-constexpr int FINISH_RUNS = RR_FINISH_BLOCK / (FINISH_RUN * FINISH_VECTORS);
-constexpr int FINISH_GROUPS = FINISH_RUNS * FINISH_RUN;
-static_assert(FINISH_VECTORS * FINISH_VEC == RR_FINISH_COLUMNS, "a block has whole vectors");
-static_assert(FINISH_GROUPS * FINISH_VECTORS == RR_FINISH_BLOCK, "and every lane one of them");
-extern "C" __global__ void __launch_bounds__(RR_FINISH_BLOCK) rmsnorm_dweight(
-    const float* __restrict__ partial, u32 partials, u32 cols, void* __restrict__ dweight) {
-  RR_LDS(lds);
-  const u32 run = threadIdx.x / (FINISH_RUN * FINISH_VECTORS);
-  const u32 group = run * FINISH_RUN + threadIdx.x % FINISH_RUN;
-  const u32 in_block = threadIdx.x / FINISH_RUN % FINISH_VECTORS * FINISH_VEC;
-  const u32 column = blockIdx.x * RR_FINISH_COLUMNS + in_block;
-  float sum[FINISH_VEC] = {};
-  if (column < cols) {
-    constexpr u32 AT_ONCE = 4;  // loads issued before the first is masked
-    for (u32 row = group; row < partials; row += AT_ONCE * FINISH_GROUPS) {
-      Pack<FP32, FINISH_VEC> part[AT_ONCE];
-#pragma unroll
-      for (u32 k = 0; k < AT_ONCE; ++k) {
-        const u32 from = row + k * FINISH_GROUPS;
-        const u64 element = (u64)(from < partials ? from : group) * cols + column;
-        part[k] = load_pack<FP32, FINISH_VEC, POLICY_DEFAULT>(partial, element);
-      }
-#pragma unroll
-      for (u32 k = 0; k < AT_ONCE; ++k) {
-#pragma unroll
-        for (int e = 0; e < FINISH_VEC; ++e)
-          if (row + k * FINISH_GROUPS < partials) sum[e] += part[k][e];
-      }
-    }
-  }
-#pragma unroll
-  for (int e = 0; e < FINISH_VEC; ++e) {
-    sum[e] = lane_sum<FINISH_RUN>(sum[e]);
-    if (threadIdx.x % FINISH_RUN == 0) lds[run * RR_FINISH_COLUMNS + in_block + e] = sum[e];
-  }
-  __syncthreads();
-  const u32 last = blockIdx.x * RR_FINISH_COLUMNS + threadIdx.x;  // column of this lane now
-  if (threadIdx.x < RR_FINISH_COLUMNS && last < cols) {
-    float part[FINISH_RUNS];
-#pragma unroll
-    for (int i = 0; i < FINISH_RUNS; ++i) part[i] = lds[i * RR_FINISH_COLUMNS + threadIdx.x];
-    const float total[1] = {tree_sum(part)};
-    store_pack<RR_W, 1, POLICY_DEFAULT>(dweight, last, total);
-  }
 }
 #endif
 """

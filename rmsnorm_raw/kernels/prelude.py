@@ -9,7 +9,6 @@ AMD lane builtins and ``__shfl_xor_sync``.
 
 Version 1: vectors, conversions, policies, sums over the lanes of a wave by DPP, permlane swaps or
     shuffles.
-Version 2: what blocks hand to each other: words in global memory, or stores over a cluster.
 """
 
 TEXT = r"""
@@ -68,6 +67,9 @@ template <> struct Native<4> { typedef u32 type; };
 template <> struct Native<2> { typedef u16 type; };
 RR_EXACT(Native<16>::type, 16);
 RR_EXACT(Native<8>::type, 8);
+#endif
+#if !RR_AMD && !defined(RR_SIMULATOR)
+RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 #endif
 RR_FN float as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
 RR_FN u32 as_bits(float value) { return __builtin_bit_cast(u32, value); }
@@ -290,70 +292,6 @@ RR_FN float reciprocal_sqrt(float v) {
   return rsqrtf(v);
 #endif
 }
-
-// ---- what blocks hand to each other -----------------------------------------------------------
-#if RR_AMD
-#if defined(RR_SIMULATOR)
-#define publish_word(to, word) rr_sim_publish(to, word)
-#define await_word(from) rr_sim_await(from)
-#else
-// A word in global memory that other blocks read; and the word once it is not 0.
-RR_FN void publish_word(u64* to, u64 word) {
-  __hip_atomic_store(to, word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
-}
-RR_FN u64 await_word(const u64* from) {
-  u64 word;
-  do word = __hip_atomic_load(from, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
-  while (!word);
-  return word;
-}
-#endif
-#elif defined(RR_SIMULATOR)
-#define barrier_init(barrier, arrivals) rr_sim_barrier_init(barrier, arrivals)
-#define barrier_expect(barrier, bytes) rr_sim_barrier_expect(barrier, bytes)
-#define barrier_wait(barrier, parity) rr_sim_barrier_wait(barrier, parity)
-#define store_to_block(place, value, barrier, block) \
-  rr_sim_store_to_block(place, value, barrier, block)
-#define arrive_at_cluster() rr_sim_arrive_at_cluster()
-#define wait_for_cluster() rr_sim_wait_for_cluster()
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// mbarriers: of so many arrivals, an arrival that announces bytes, and the end of a phase
-RR_FN void barrier_init(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-               ::"r"(lds_address(barrier)), "r"(arrivals) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-RR_FN void barrier_expect(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               ::"r"(lds_address(barrier)), "r"(bytes) : "memory");
-}
-RR_FN void barrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT_%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT_%=;\n}"
-      ::"r"(lds_address(barrier)), "r"(parity) : "memory");
-}
-// The address in the LDS of a block of the cluster that `own` has in this block's.
-RR_FN u32 in_block(const void* own, u32 block) {
-  u32 address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(lds_address(own)), "r"(block));
-  return address;
-}
-// Stores a float into another block's LDS, 4 bytes for the mbarrier there.
-RR_FN void store_to_block(float* place, float value, u64* barrier, u32 block) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];"
-               ::"r"(in_block(place, block)), "r"(as_bits(value)), "r"(in_block(barrier, block))
-               : "memory");
-}
-// The barrier of a cluster, in halves. It orders no memory: mbarriers do.
-RR_FN void arrive_at_cluster() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-RR_FN void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-#else
-RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-#endif
 
 // ---- sums over lanes --------------------------------------------------------------------------
 #if RR_AMD

@@ -3,7 +3,7 @@
 Version 1: rows over part of a wave or over whole waves; one barrier a row.
 Version 2: sums exchanged past an LDS ring in flight, loads that are not under a condition, and a
     row's float loaded so that its wait drains no row in flight.
-Version 3: rows over several blocks, which hand each other their sums in global memory.
+Version 3: a row may have lanes in several blocks (blocks.py).
 """
 
 TEXT = r"""
@@ -156,68 +156,4 @@ template <int COUNT> RR_FN void row_sum(float (&value)[COUNT], float* area) {
     }
   }
 }
-
-#if RR_ROW_BLOCKS > 1
-// Blocks that share a row, and how their sums meet. `open` gives the row and sets `part`, `sum` is
-// of a value that a block has in all its lanes; all lanes of all its blocks get the same bits.
-#if RR_AMD
-// A word for each block in global memory: a flag beside the value, so that neither has to be ordered
-// before the other. A block must only wait for blocks that have started, or that start as soon as
-// some other ends; the device promises no order, so blocks take numbers from a count. One wave of a
-// block asks for the words: all together would take half of a cache's bandwidth.
-struct RowBlocks {
-  u64* words;
-  float* total;
-  u32 part;
-
-  // `row_words`: for each row of the launch, and the count; all are 0 before it.
-  RR_FN i64 open(u64* row_words, i64 rows, float* exchange) {
-    total = exchange;
-    u32* started = (u32*)(row_words + rows * RR_ROW_BLOCKS);
-    if (threadIdx.x == 0) *(u32*)total = atomicAdd(started, 1u);
-    __syncthreads();
-    const u32 number = uniform(*(const u32*)total);
-    part = number % RR_ROW_BLOCKS;
-    words = row_words + (number - part);
-    return number / RR_ROW_BLOCKS;
-  }
-  RR_FN float sum(float value) {
-    if (threadIdx.x < RR_WAVE) {
-      if (threadIdx.x == 0) publish_word(words + part, 1ull << 32 | as_bits(value));
-      const u64 word = await_word(words + threadIdx.x % RR_ROW_BLOCKS);
-      const float sum = lane_sum<RR_ROW_BLOCKS>(as_float((u32)word));
-      if (threadIdx.x == 0) *total = sum;
-    }
-    __syncthreads();
-    return *total;
-  }
-};
-#else
-// A cluster: its blocks run at the same time and store into each other's LDS. A block that has all
-// sums has nothing to come any more, and may end.
-struct RowBlocks {
-  u64* arrived;
-  float* sums;
-  u32 part;
-
-  RR_FN i64 open(u64*, i64, float* exchange) {
-    arrived = (u64*)exchange;
-    sums = exchange + 2;
-    part = blockIdx.x % RR_ROW_BLOCKS;
-    if (threadIdx.x == 0) {
-      barrier_init(arrived, 1);
-      barrier_expect(arrived, 4 * RR_ROW_BLOCKS);
-    }
-    arrive_at_cluster();
-    return blockIdx.x / RR_ROW_BLOCKS;
-  }
-  RR_FN float sum(float value) {
-    wait_for_cluster();  // every block's mbarrier is ready
-    if (threadIdx.x < RR_ROW_BLOCKS) store_to_block(sums + part, value, arrived, threadIdx.x);
-    barrier_wait(arrived, 0);
-    return lane_sum<RR_ROW_BLOCKS>(sums[threadIdx.x % RR_ROW_BLOCKS]);
-  }
-};
-#endif
-#endif
 """

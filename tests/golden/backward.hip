@@ -48,51 +48,16 @@ RR_FN void store_dx(void* dx, u64 element, const XPack& dout, const XPack& x, co
   store_pack<RR_X, RR_ELEMENTS, RR_STORE_POLICY>(dx, element, out);
 }
 
-#if RR_NEED_DW
-// One column of `count` rows of partial sums: every `step`-th row from `first` on, in eight chains.
-// All eight loads are issued before the first is masked, or each would be waited for in turn.
-RR_FN float sum_partials(const float* column, u32 cols, u32 count, u32 first, u32 step) {
-  float chain[8] = {};
-  for (u32 row = first; row < count; row += 8 * step) {
-    float part[8];
-#pragma unroll
-    for (u32 k = 0; k < 8; ++k) {
-      const u32 at = row + k * step;
-      part[k] = column[(u64)(at < count ? at : first) * cols];
-    }
-#pragma unroll
-    for (u32 k = 0; k < 8; ++k)
-      if (row + k * step < count) chain[k] += part[k];
-  }
-  return tree_sum(chain);
-}
-#endif
-
-#if RR_LAST_BLOCK
-// True in the last block that comes here, to which all the other blocks' stores are then visible.
-// Every thread fences its own stores before the barrier, so that the count says they have arrived.
-RR_FN bool last_block(u32* finished, u32* shared) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    *shared = atomicAdd(finished, 1u) == gridDim.x - 1;
-    if (*shared) *finished = 0;  // for the next launch
-  }
-  __syncthreads();
-  __threadfence();
-  return *shared;
-}
-#endif
-
 #if RR_PATH != PATH_TWO_PASS
 // dout, x, dx: (rows, cols), row strides in elements. weight, dweight: (cols). rstd: (rows) fp32.
 // partial: (gridDim.x, cols) fp32, one row a program. finished: 0 before and after, for the last
-// block. LDS: two areas of 2 floats a wave, then the ring, or at the end the block's partial row.
+// block. progress: whatever it holds, for programs that are paced. LDS: two areas of 2 floats a
+// wave, then the ring, or at the end the block's partial row.
 extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
     const void* __restrict__ dout, i64 dout_stride, const void* __restrict__ x, i64 x_stride,
     const void* __restrict__ weight, const float* __restrict__ rstd, void* __restrict__ dx,
-    i64 dx_stride, float* partial, void* __restrict__ dweight, u32* finished, i64 rows,
-    u32 run_time_cols, float eps) {
+    i64 dx_stride, float* partial, void* __restrict__ dweight, u32* finished, u32* progress,
+    i64 rows, u32 run_time_cols, float eps) {
   RR_LDS(lds);
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 vectors = cols / RR_ELEMENTS;
@@ -192,6 +157,10 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
   ring.start(first + slot, step);
   load_weights();
   float given = load_rstd(first + slot);
+#if RR_PACED
+  Pace pace;
+  pace.open(progress);
+#endif
   int area = 0;
   for (i64 group = first; group < rows; group += step) {
     const i64 row = group + slot;
@@ -204,6 +173,9 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
     const RowResult result = sum_row(given, x_kept, dout_kept, area);
     area ^= 1;
     if (RR_BULK && !SUMS_NEEDED) __syncthreads();
+#if RR_PACED
+    pace.step();
+#endif
     if (RR_BULK) ring.refill(row, step);
     if (RR_REREAD) {
       ring.read(0, x_kept);
@@ -340,32 +312,5 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward_columns(
   }
   if (NEED_DW)
     store_pack<FP32, RR_ELEMENTS, POLICY_DEFAULT>(partial, (u64)share * cols + column, sums);
-}
-#endif
-
-#if RR_NEED_DW && !RR_LAST_BLOCK
-// Adds `partials` rows of fp32 sums. A block has RR_FINISH_COLUMNS columns: a lane group takes
-// every FINISH_GROUPS-th row, then their sums meet in LDS. dweight: (cols) in its own dtype.
-// LDS: RR_FINISH_BLOCK floats.
-constexpr int FINISH_GROUPS = RR_FINISH_BLOCK / RR_FINISH_COLUMNS;
-static_assert((FINISH_GROUPS & (FINISH_GROUPS - 1)) == 0, "the groups' sums are added by halves");
-extern "C" __global__ void __launch_bounds__(RR_FINISH_BLOCK) rmsnorm_dweight(
-    const float* __restrict__ partial, u32 partials, u32 cols, void* __restrict__ dweight) {
-  RR_LDS(lds);
-  const u32 group = threadIdx.x / RR_FINISH_COLUMNS, in_block = threadIdx.x % RR_FINISH_COLUMNS;
-  const u32 column = blockIdx.x * RR_FINISH_COLUMNS + in_block;
-  lds[threadIdx.x] = 0.0f;
-  if (column < cols)
-    lds[threadIdx.x] = sum_partials(partial + column, cols, partials, group, FINISH_GROUPS);
-  __syncthreads();
-#pragma unroll
-  for (u32 half = FINISH_GROUPS / 2; half > 0; half /= 2) {
-    if (group < half) lds[threadIdx.x] += lds[threadIdx.x + half * RR_FINISH_COLUMNS];
-    __syncthreads();
-  }
-  if (group == 0 && column < cols) {
-    const float sum[1] = {lds[in_block]};
-    store_pack<RR_W, 1, POLICY_DEFAULT>(dweight, column, sum);
-  }
 }
 #endif

@@ -1,5 +1,10 @@
 
 constexpr bool STORE_RSTD = RR_STORE_RSTD;
+#if RR_ROW_BLOCKS > 1 && !RR_AMD && !defined(RR_SIMULATOR)
+#define RR_CLUSTER __cluster_dims__(RR_ROW_BLOCKS, 1, 1)
+#else
+#define RR_CLUSTER
+#endif
 
 RR_FN void add_squares(const XPack& x, float (&chain)[4]) {
 #pragma unroll
@@ -17,15 +22,23 @@ RR_FN void store_normalised(void* y, u64 element, const XPack& x, const WPack& w
 }
 
 // x, y: (rows, cols), rows x_stride and y_stride elements apart. weight: (cols). rstd: (rows) fp32.
-// LDS: two areas of 2 floats a wave, then the ring.
-extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
+// words: where blocks share a row on AMD, (rows, RR_ROW_BLOCKS) and a count, 0 before the launch.
+// LDS: two areas of 2 floats a wave, then the ring or 2 + RR_ROW_BLOCKS floats.
+extern "C" __global__ void RR_CLUSTER RR_BOUNDS rmsnorm_forward(
     const void* __restrict__ x, i64 x_stride, const void* __restrict__ weight, void* __restrict__ y,
-    i64 y_stride, float* __restrict__ rstd, i64 rows, u32 run_time_cols, float eps) {
+    i64 y_stride, float* __restrict__ rstd, u64* words, i64 rows, u32 run_time_cols,
+    float eps) {
   RR_LDS(lds);
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 vectors = cols / RR_ELEMENTS;
+#if RR_ROW_BLOCKS > 1
+  RowBlocks blocks;
+  const i64 first = blocks.open(words, rows, lds + 4 * BLOCK_WAVES);
+  const u32 lane = blocks.part * RR_BLOCK + threadIdx.x, slot = 0;
+#else
   const u32 lane = threadIdx.x % RR_THREADS_PER_ROW, slot = threadIdx.x / RR_THREADS_PER_ROW;
   const i64 first = (i64)blockIdx.x * BLOCK_ROWS;  // of the block's rows, one a slot
+#endif
 #if RR_AMD && !defined(RR_SIMULATOR)
   // hiprtc would load these arguments where they are used, one by one after the barrier
   asm volatile("" ::"s"(y), "s"(y_stride), "s"(rstd), "s"(eps));
@@ -35,6 +48,9 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
   auto finish_sum = [&](i64 row, float lane_squares, int area) {
     float sum[1] = {lane_squares};
     row_sum(sum, lds + area * 2 * BLOCK_WAVES);
+#if RR_ROW_BLOCKS > 1
+    sum[0] = blocks.sum(sum[0]);
+#endif
     const float scale = reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps);
     if (STORE_RSTD && lane == 0 && slot_has_row(row, rows)) rstd[row] = scale;
     return scale;
@@ -158,3 +174,11 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_forward(
 #endif
 #endif
 }
+
+#if RR_ROW_BLOCKS > 1 && RR_AMD
+// Before rmsnorm_forward: its words and its counter, `count` in all.
+extern "C" __global__ void RR_BOUNDS rmsnorm_forward_clear(u64* words, u64 count) {
+  const u64 at = (u64)blockIdx.x * RR_BLOCK + threadIdx.x;
+  if (at < count) words[at] = 0;
+}
+#endif

@@ -55,6 +55,9 @@ template <> struct Native<2> { typedef u16 type; };
 RR_EXACT(Native<16>::type, 16);
 RR_EXACT(Native<8>::type, 8);
 #endif
+#if !RR_AMD && !defined(RR_SIMULATOR)
+RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+#endif
 RR_FN float as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
 RR_FN u32 as_bits(float value) { return __builtin_bit_cast(u32, value); }
 
@@ -286,6 +289,9 @@ template <int CONTROL> RR_FN float dpp(float v) {
 RR_FN float read_lane(float v, int lane) {
   return as_float(__builtin_amdgcn_readlane((int)as_bits(v), lane));
 }
+// what all lanes of a wave have alike, as a scalar
+RR_FN u32 uniform(u32 v) { return (u32)__builtin_amdgcn_readfirstlane((int)v); }
+RR_FN u64 uniform(u64 v) { return (u64)uniform((u32)(v >> 32)) << 32 | uniform((u32)v); }
 #endif
 
 // The sum of v over each aligned group of LANES lanes of a wave, in every lane of the group. All

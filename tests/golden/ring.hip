@@ -13,9 +13,6 @@ constexpr int ROW_COPIES = RR_RING_TENSORS * RR_CHUNKS * (VEC_BYTES / COPY_BYTES
 // Stores that every wave makes for a row: the last chunk may be a tail that some waves skip.
 constexpr int ROW_STORES = RR_ROW_STORES * (FULL_CHUNKS ? RR_CHUNKS : RR_CHUNKS - 1);
 
-RR_FN u32 uniform(u32 v) { return (u32)__builtin_amdgcn_readfirstlane((int)v); }
-RR_FN u64 uniform(u64 v) { return (u64)uniform((u32)(v >> 32)) << 32 | uniform((u32)v); }
-
 #if defined(RR_SIMULATOR)
 #define RR_LDS_POINTER(p) (p)
 template <int N> RR_FN void wait_memory() { rr_sim_wait_vmcnt(N); }
@@ -51,13 +48,9 @@ template <int BYTES> RR_FN void wait_read(Words<BYTES>& value) {
 #define copy_async(to, from) rr_sim_copy_async(to, from, VEC_BYTES)
 #define commit_copies() rr_sim_commit_copies()
 #define wait_groups(n) rr_sim_wait_groups(n)
-#define barrier_init(barrier, arrivals) rr_sim_barrier_init(barrier, arrivals)
-#define barrier_expect(barrier, bytes) rr_sim_barrier_expect(barrier, bytes)
-#define barrier_wait(barrier, parity) rr_sim_barrier_wait(barrier, parity)
 #define barrier_invalidate(barrier)
 #define copy_bulk(to, from, bytes, barrier) rr_sim_copy_bulk(to, from, bytes, barrier)
 #else
-RR_FN u32 lds_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 // No cache policy: cp.async with an L2 hint was an illegal instruction on an H200 (NVRTC 13.0).
 RR_FN void copy_async(char* to, const void* from) {
   if constexpr (VEC_BYTES == 16)
@@ -70,21 +63,6 @@ RR_FN void copy_async(char* to, const void* from) {
 RR_FN void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 #define wait_groups(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
 #if RR_BULK
-RR_FN void barrier_init(u64* barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
-               ::"r"(lds_address(barrier)), "r"(arrivals) : "memory");
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-RR_FN void barrier_expect(u64* barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-               ::"r"(lds_address(barrier)), "r"(bytes) : "memory");
-}
-RR_FN void barrier_wait(u64* barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nWAIT_%=:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT_%=;\n}"
-      ::"r"(lds_address(barrier)), "r"(parity) : "memory");
-}
 RR_FN void barrier_invalidate(u64* barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(lds_address(barrier)) : "memory");
 }
@@ -107,6 +85,55 @@ template <int BYTES> RR_FN Words<BYTES> read_lds(const char* from) {
   return *(const Words<BYTES>*)from;
 }
 template <int BYTES> RR_FN void wait_read(Words<BYTES>&) {}
+#endif
+
+#if RR_PACED
+// Programs that get ahead of the others wait for them. Where memory is the limit it does not serve
+// all multiprocessors alike: with equal shares of the rows those of an H200 ended between 314 and
+// 386 us (32768x8192 bf16 backward, 2026-11), and the whole waits for the last. `progress` counts
+// what all programs have done, from whatever it held before. Only time depends on it, and a wait
+// has an end: the others may not have started.
+#if defined(RR_SIMULATOR)
+RR_FN void count_up(u32* count) { atomicAdd(count, 1u); }
+RR_FN u32 read_count(const u32* count) { return *count; }
+RR_FN void nap() {}
+#else
+RR_FN void count_up(u32* count) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+RR_FN u32 read_count(const u32* count) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+  return value;
+}
+RR_FN void nap() { asm volatile("nanosleep.u32 100;"); }
+#endif
+struct Pace {
+  u32* progress;
+  u32 done;  // by all programs if all were where this one is
+  u32 seen;  // done by all, one step ago
+
+  RR_FN void open(u32* count) {
+    progress = count;
+    done = seen = read_count(count);
+  }
+  // After a step of this program. It may be ahead by the step that `seen` is old and by 16 KiB of
+  // each tensor: 8 and 24 were worse at rows of 16 KiB, 32 at rows of 32 KiB.
+  RR_FN void step() {
+    constexpr u32 STEP_BYTES = BLOCK_ROWS * SLOT_BYTES;
+    const u32 ahead = gridDim.x + gridDim.x * (16 << 10) / STEP_BYTES;
+    if (threadIdx.x == 0) {
+      done += gridDim.x;
+      count_up(progress);
+#pragma unroll 1
+      for (int naps = 0; naps < 10 && (int)(done - seen - ahead) > 0; ++naps) {
+        nap();
+        seen = read_count(progress);
+      }
+      seen = read_count(progress);
+    }
+  }
+};
 #endif
 
 struct RingTensor { const void* base; i64 stride; };

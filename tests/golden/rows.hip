@@ -3,12 +3,16 @@
 #define PATH_TWO_PASS 1
 #define PATH_PINGPONG 2
 #define PATH_LDS 3
-constexpr int ROW_LANES = RR_THREADS_PER_ROW < RR_WAVE ? RR_THREADS_PER_ROW : RR_WAVE;
-constexpr int ROW_WAVES = RR_THREADS_PER_ROW / ROW_LANES;
-constexpr int BLOCK_ROWS = RR_BLOCK / RR_THREADS_PER_ROW;
+// RR_ROW_BLOCKS blocks share a row, or a block has BLOCK_ROWS rows; of a block, a row has:
+constexpr int BLOCK_LANES = RR_THREADS_PER_ROW / RR_ROW_BLOCKS;
+constexpr int ROW_LANES = BLOCK_LANES < RR_WAVE ? BLOCK_LANES : RR_WAVE;
+constexpr int ROW_WAVES = BLOCK_LANES / ROW_LANES;
+constexpr int BLOCK_ROWS = RR_BLOCK / BLOCK_LANES;
 constexpr int BLOCK_WAVES = RR_BLOCK / RR_WAVE;
-static_assert(ROW_LANES * ROW_WAVES == RR_THREADS_PER_ROW, "a row has whole waves, or part of one");
-static_assert(BLOCK_ROWS * RR_THREADS_PER_ROW == RR_BLOCK, "a block has whole rows");
+static_assert(BLOCK_LANES * RR_ROW_BLOCKS == RR_THREADS_PER_ROW, "a row has whole blocks, or one");
+static_assert(ROW_LANES * ROW_WAVES == BLOCK_LANES, "a row has whole waves, or part of one");
+static_assert(BLOCK_ROWS * BLOCK_LANES == RR_BLOCK, "a block has whole rows");
+static_assert(RR_ROW_BLOCKS == 1 || BLOCK_ROWS == 1, "blocks share one row at a time");
 static_assert(BLOCK_WAVES * RR_WAVE == RR_BLOCK, "a block has whole waves");
 
 typedef Pack<RR_X, RR_ELEMENTS> XPack;
