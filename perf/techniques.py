@@ -33,34 +33,35 @@ COLUMNS = ("op", "m", "n", "technique", "config", "median_us", "low_us", "high_u
 def variants(base: Config, problem: Problem) -> Iterator[tuple[str, Config]]:
     """(technique, config) with one knob of ``base`` changed."""
     forward = problem.op == "forward"
-    resident = max(1, min(4, 512 // base.block)) if forward else base.programs
-    plain = replace(base, path="registers", stages=0, bulk=False, reread=False)
+    row = min(base.threads_per_row, 2 * base.block)  # of one block, where several share a row
+    whole = replace(base, block=max(base.block, row), threads_per_row=row)
+    resident = max(1, min(4, 512 // whole.block)) if forward else base.programs
+    plain = replace(whole, path="registers", stages=0, bulk=False, reread=False, paced=False)
+    if base.blocks_per_row > 1:
+        yield "one block a row", whole
     yield "rows kept in registers", replace(plain, programs=0 if forward else base.programs)
     yield "ping-pong", replace(plain, path="pingpong", programs=resident)
-    lanes = replace(plain, path="lds", stages=3, load_policy="default", programs=resident)
-    yield "ring of 3, copied by lanes", lanes
+    ring = replace(plain, path="lds", stages=3, programs=resident)
+    yield "ring of 3, copied by lanes", replace(ring, load_policy="default")
     for stages in (2, 3, 4, 6):
-        ring = replace(plain, path="lds", stages=stages, bulk=True, programs=resident)
-        yield f"ring of {stages}, bulk copies", ring
-    yield (
-        "ring of 3, read again",
-        replace(plain, path="lds", stages=3, bulk=True, reread=True, programs=resident),
-    )
+        bulk = replace(ring, stages=stages, bulk=True, paced=base.paced)
+        yield f"ring of {stages}, bulk copies", bulk
+    yield "ring of 3, read again", replace(ring, bulk=True, reread=True, paced=base.paced)
+    if base.bulk:
+        yield "paced" if not base.paced else "not paced", replace(base, paced=not base.paced)
     yield "no policy", replace(base, load_policy="default", store_policy="default")
     yield "loads kept", replace(base, load_policy="keep", store_policy="default")
     yield "stores streamed", replace(base, load_policy="default", store_policy="stream")
     yield "loads kept, stores streamed", replace(base, load_policy="keep", store_policy="stream")
     yield "loads streamed", replace(base, load_policy="stream", store_policy="default")
     yield "8-byte vectors", replace(base, vec=8)
-    for factor in (2, 4):
-        if base.threads_per_row * factor <= 1024:
-            row = base.threads_per_row * factor
-            yield (
-                f"{row} lanes a row",
-                replace(base, block=max(base.block, row), threads_per_row=row),
-            )
-        row = base.threads_per_row // factor
-        yield f"{row} lanes a row", replace(base, threads_per_row=row)
+    if base.min_blocks:
+        yield "registers for occupancy", replace(base, min_blocks=0)
+    else:
+        yield "registers for loads in flight", replace(base, min_blocks=1)
+    for row in (base.threads_per_row // 4, base.threads_per_row // 2, *_wider(base)):
+        block = base.block if base.blocks_per_row > 1 else max(base.block, row)
+        yield f"{row} lanes a row", replace(base, block=block, threads_per_row=row)
     for block in (128, 256, 512, 1024):
         if block >= base.threads_per_row and block != base.block:
             yield f"blocks of {block}", replace(base, block=block)
@@ -68,6 +69,11 @@ def variants(base: Config, problem: Problem) -> Iterator[tuple[str, Config]]:
         for programs in PROGRAMS:
             if programs != base.programs:
                 yield f"{programs} programs", replace(base, programs=programs)
+
+
+def _wider(base: Config) -> Iterator[int]:
+    most = 8 * base.block if base.blocks_per_row > 1 else 1024
+    yield from (f * base.threads_per_row for f in (2, 4) if f * base.threads_per_row <= most)
 
 
 def run(problem: Problem, backend: Backend) -> Iterator[dict[str, str]]:

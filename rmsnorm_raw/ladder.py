@@ -129,12 +129,18 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
             base, path="lds", stages=3, bulk=True, load_policy="keep", store_policy="stream"
         )  # fmt: skip
         # One program of 512 threads, 16 KiB of each tensor a step: 192.4 us at 32768x4096, 197.5 as
-        # two of 256. Short rows go in four programs of 128: 57.3 us at 32768x1024 fp16, 60.2 in two
+        # two of 256. Two where there are few steps, but enough to overlap: 34.3 us at 4096x4096
+        # fp16, 36.5 as one. Short rows go in four of 128: 57.3 us at 32768x1024 fp16, 60.2 in two
         # of 256. Rows of 32 KiB in 1024 lanes: 737 us at 32768x8192 fp32, 742 in 512.
         if vectors > 32:
-            least, per_lane = 128 if vectors <= 128 else 512, 2
+            steps = problem.rows * vectors // (1024 * device.compute_units)
+            least, per_lane = 128 if vectors <= 128 else 384 if 4 < steps < PACED_STEPS else 512, 2
         if vectors > 1024:
             threads = 1024
+        # A lone row a block of fewer lanes than that would wait at each of its barriers: 44.3 us at
+        # 4096x3000 fp32 with four vectors a lane and two rows, 47.2 with two and one.
+        if 512 < vectors <= 768:
+            per_lane = 4
     else:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
         # the default for that reason, unmeasured (gfx950: 124 to 157 VGPRs).
