@@ -2,9 +2,10 @@
 
     python -m perf.techniques [--out DIR]
 
-Prints a table for 32768x8192 and 32768x1024 bf16, both operations, and writes techniques.csv and
-environment.json. The ladder's config is timed first and last; a change is its time over the mean of
-the two. Configs that the space refuses are listed with the reason.
+Prints a table for 32768x8192 and 32768x1024 bf16, both operations, and writes techniques.csv,
+techniques.md (the table of ARCHITECTURE.md) and environment.json. The ladder's config is timed
+first and last; a change is its time over the mean of the two. Configs that the space refuses are
+listed with the reason.
 """
 
 from __future__ import annotations
@@ -108,6 +109,25 @@ def run(problem: Problem, backend: Backend) -> Iterator[dict[str, str]]:
         yield row
 
 
+def markdown(rows: list[dict[str, str]]) -> str:
+    """A line for each technique, a column for each problem: the time, or its change in percent."""
+    problems = list(dict.fromkeys((row["op"], row["m"], row["n"]) for row in rows))
+    cells: dict[str, dict[tuple[str, str, str], str]] = {}
+    for row in rows:
+        problem = row["op"], row["m"], row["n"]
+        text = "" if "median_us" not in row else f"{row['change_pct']} %"
+        if row["technique"] == "the ladder":
+            text = f"{float(row['median_us']):.1f} µs `{row['config']}`"
+        cells.setdefault(row["technique"], {})[problem] = text
+    lines = ["| | " + " | ".join(f"{op} {m}×{n}" for op, m, n in problems) + " |"]
+    lines.append("|---" * (len(problems) + 1) + "|")
+    for technique, each in cells.items():
+        if any(each.values()):
+            shown = (each.get(problem, "") for problem in problems)
+            lines.append(f"| {technique} | " + " | ".join(shown) + " |")
+    return "\n".join((*lines, ""))
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -116,6 +136,7 @@ def main() -> None:
     backend = get_backend()
     out.mkdir(parents=True, exist_ok=True)
     environment.write(out / "environment.json", {"command": "python -m perf.techniques"})
+    rows = []
     with (out / "techniques.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
@@ -124,10 +145,12 @@ def main() -> None:
                 problem = make(32768, cols, "bf16")
                 print(f"\n{problem} on {backend.device.name}")
                 for row in run(problem, backend):
+                    rows.append(row)
                     table.writerow(row)
                     file.flush()
                     time = f"{row.get('median_us', '-'):>8} us {row['change_pct']:>7} %"
                     print(f"  {row['technique']:28} {time}  {row['config']}")
+    (out / "techniques.md").write_text(markdown(rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

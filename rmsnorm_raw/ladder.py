@@ -6,6 +6,7 @@ taken. Each threshold has its reason and its figure beside it. Every AMD choice 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -152,9 +153,9 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
             config = replace(base, block=block, threads_per_row=row, programs=programs)
             yield _ring_for(problem, device, config) if config.bulk else config
     # Lanes that would have to keep more read the ring again: 201 us at 8192x16384 bf16.
-    for row in (512, 1024):
+    for stages, row in itertools.product((3, 2), (512, 1024)):
         config = Config(
-            block=row, vec=vec, path="lds", stages=3, reread=True, programs=1,
+            block=row, vec=vec, path="lds", stages=stages, reread=True, programs=1,
             bulk=device.arch == "sm_90", load_policy=base.load_policy,
             store_policy=base.store_policy,
         )  # fmt: skip
