@@ -45,6 +45,9 @@ class _OwnErrors(TyperGroup):
         except RmsnormRawError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
+        except MemoryError as error:  # NumPy's, and CuPy's
+            print(f"error: {error}: take fewer rows or columns", file=sys.stderr)
+            raise typer.Exit(2) from error
 
 
 app = typer.Typer(

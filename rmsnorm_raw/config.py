@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rmsnorm_raw.errors import InvalidConfig
 
@@ -46,6 +46,9 @@ class Config:
         min_blocks: ``-m``, CUDA's second launch bound; 0 for none.
         programs: ``-p``, blocks per compute unit of a persistent grid; 0 for one block a row group.
         finish: of dW, ``-fk`` a second kernel or ``-fl`` the last block.
+
+    Raises:
+        InvalidConfig: a knob has a value that no config has.
     """
 
     block: int = 256
@@ -64,6 +67,12 @@ class Config:
     finish: Finish = "kernel"
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise InvalidConfig(f"{name}={value!r}", f"is not one of {', '.join(choices)}")
+        for name in _NUMBERS.values():
+            if not isinstance(value := getattr(self, name), int) or value < 0:
+                raise InvalidConfig(f"{name}={value!r}", "is not a whole number of 0 or more")
         if not self.threads_per_row:
             object.__setattr__(self, "threads_per_row", self.block)
 
@@ -128,6 +137,10 @@ class Config:
 _NUMBERS = {
     "b": "block", "t": "threads_per_row", "v": "vec", "w": "waves_per_eu", "m": "min_blocks",
     "p": "programs",
+}  # fmt: skip
+_CHOICES = {
+    "path": get_args(Path), "load_policy": get_args(Policy), "store_policy": get_args(Policy),
+    "finish": get_args(Finish),
 }  # fmt: skip
 _PATHS = {short: long for long, short in PATH_SLUG.items()}
 _POLICIES = {short: long for long, short in POLICY_SLUG.items()}

@@ -108,6 +108,13 @@ def test_a_wrong_argument_is_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_more_than_there_is_memory_for_is_one_message() -> None:
+    size = ("--op", "forward", "--rows", "100000000000", "--cols", "4096", "--backend", "cpu")
+    assert re.search(
+        "error: Unable to allocate .* take fewer rows or columns", refused("bench", *size)
+    )
+
+
 def test_an_unexpected_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("a bug")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,3 +83,18 @@ def test_the_parser_never_fails_otherwise(text: str) -> None:
     except InvalidConfig:
         return
     assert Config.parse(config.slug) == config
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"path": "zz"}, "path='zz'.* is not one of registers, pingpong, lds, two_pass"),
+        ({"load_policy": "nt"}, "load_policy='nt'.* is not one of default, keep, stream"),
+        ({"finish": None}, "finish=None.* is not one of kernel, last_block"),
+        ({"block": "256"}, "block='256'.* whole number"),
+        ({"programs": -1}, "programs=-1.* whole number"),
+    ],
+)
+def test_a_knob_has_one_of_its_values(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig, match=message):
+        Config(**knobs)
