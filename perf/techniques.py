@@ -32,7 +32,7 @@ COLUMNS = ("op", "m", "n", "technique", "config", "median_us", "low_us", "high_u
 
 
 def variants(base: Config, problem: Problem) -> Iterator[tuple[str, Config]]:
-    """(technique, config) with one knob of ``base`` changed."""
+    """(technique, config) with one knob of ``base`` changed, and what has to change with it."""
     forward = problem.op == "forward"
     row = min(base.threads_per_row, 2 * base.block)  # of one block, where several share a row
     whole = replace(base, block=max(base.block, row), threads_per_row=row)
@@ -80,7 +80,10 @@ def _wider(base: Config) -> Iterator[int]:
 def run(problem: Problem, backend: Backend) -> Iterator[dict[str, str]]:
     """Rows of the table for one problem."""
     base = default_config(problem, backend.device)
-    planned = [("the ladder", base), *variants(base, problem), ("the ladder again", base)]
+    named = {config: technique for technique, config in variants(base, problem)}
+    named.pop(base, None)  # a change to what it is already
+    changed = [(technique, config) for config, technique in named.items()]
+    planned = [("the ladder", base), *changed, ("the ladder again", base)]
     refused = {c: reject_reason(problem, backend.device, c) for _, c in planned}
     fits = [config for config, reason in refused.items() if reason is None]
 

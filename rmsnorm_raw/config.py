@@ -29,13 +29,14 @@ class Config:
     Attributes:
         block: threads of a block (``b``).
         threads_per_row: lanes that share a row (``t``). Up to ``block``, a block has block / it
-            rows; above, a row has it / block blocks.
+            rows. Above, a row has it / block blocks, 2, 4 or 8: forward's ``reg`` alone.
         vec: bytes of x that a lane moves at once (``v``).
         path: how a row travels. ``reg``: read once, kept in registers. ``pp``: the next row is
             loaded into a second register set while this one is reduced. ``lds<stages>[b][r][p]``:
             asynchronous copies into an LDS ring, by lanes or (``b``) in bulk; after the reduction
-            the row comes from registers or (``r``) from the ring again; programs that get ahead of
-            the others wait for them (``p``). ``2p``: rows too wide to keep are read twice.
+            the row comes from registers or (``r``) from the ring again; backward's programs that
+            get ahead of the others wait for them (``p``, in bulk alone). ``2p``: rows too wide to
+            keep are read twice.
         stages: depth of the LDS ring; 0 on other paths.
         bulk: the ring is filled by bulk row copies (sm_90).
         reread: the row is read from the ring again after the reduction.
@@ -43,7 +44,8 @@ class Config:
         load_policy: of the rows, ``-lk`` keep or ``-ls`` stream.
         store_policy: of the rows, ``-sk`` keep or ``-ss`` stream.
         waves_per_eu: ``-w``, AMD's second launch bound; 0 for none.
-        min_blocks: ``-m``, CUDA's second launch bound; 0 for none.
+        min_blocks: ``-m``, CUDA's second launch bound; 0 for none. 1 is no bound, but NVRTC then
+            spends registers on loads in flight.
         programs: ``-p``, blocks per compute unit of a persistent grid; 0 for one block a row group.
         finish: of dW, ``-fk`` a second kernel or ``-fl`` the last block.
 
@@ -146,7 +148,8 @@ _PATHS = {short: long for long, short in PATH_SLUG.items()}
 _POLICIES = {short: long for long, short in POLICY_SLUG.items()}
 _FINISHES = {"fk": "kernel", "fl": "last_block"}
 _EXAMPLES = (
-    *(f"b{n}" for n in (64, 128, 256, 512, 1024)), *(f"t{n}" for n in (8, 32, 64, 128, 256, 512)),
+    *(f"b{n}" for n in (64, 128, 256, 512, 1024)),
+    *(f"t{n}" for n in (8, 32, 64, 128, 256, 512, 2048)),
     "v2", "v4", "v8", "v16", *_PATHS, *(f"lds{n}" for n in range(2, 9)), "lds3b", "lds3r", "lds3br",
     "lds3bp", "lk", "ls", "sk", "ss", "w1", "w2", "w4", "m1", "m2", "m4", "p1", "p2", "p4", "fk",
     "fl",

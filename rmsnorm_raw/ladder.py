@@ -24,8 +24,11 @@ from rmsnorm_raw.space import (
     row_vectors,
 )
 
-#: steps of a program from which it is paced
+#: steps of a program from which pacing pays: it is worth nothing at 15 (4096x4096), 4 % at 62
+#: (8192x16384) and at 249 (32768x8192)
 PACED_STEPS = 48
+#: rows up to so many blocks a compute unit are few: their latency counts and not what memory gives
+FEW_ROWS = 4
 
 
 def default_config(problem: Problem, device: DeviceSpec) -> Config:
@@ -49,38 +52,39 @@ def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     Figures: an H200, 2026-11, cold, bf16 unless they say something else.
     """
     vec, vectors = problem.widest_vec, row_vectors(problem)
-    few_rows = problem.rows <= 4 * device.compute_units
-    if device.dialect == "cuda" and vec == 16:
-        yield from _cuda_forward_rungs(problem, device, few_rows)
-    elif few_rows and vectors >= 4096 and problem.rows * 8 <= device.compute_units:
+    cuda = device.dialect == "cuda"
+    if cuda and vec == 16:
+        yield from _cuda_forward_rungs(problem, device)
+    elif not cuda and vectors >= 4096 and problem.rows * 8 <= device.compute_units:
         # Wide rows and hardly any: eight blocks a row, or most of the device would idle.
+        # Unmeasured.
         yield Config(block=256, threads_per_row=2048, vec=vec)
     # A lane keeps 32 bytes of a narrow row and 64 of a wide one, in blocks of 256 threads: aiter
     # and quack-FlyDSL have 256 lanes with 16 to 32 elements each on MI355X. Few rows spread over
     # the device instead.
     per_lane = 2 if vectors * vec <= 8192 else 4
-    least = 64 if problem.rows <= device.compute_units else 256
-    load: Policy = "keep" if device.dialect == "cuda" else "default"
+    most = 64 if problem.rows <= device.compute_units else 256
+    load: Policy = "keep" if cuda else "default"
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
-        yield Config(block=_block(row, least), threads_per_row=row, vec=vec, load_policy=load)
+        yield Config(block=_block(row, most), threads_per_row=row, vec=vec, load_policy=load)
     # A row too wide to keep is read twice, and what is written is kept out of the way of that: 289
     # us at 4096x65536, 331 with the loads kept.
-    store: Policy = "stream" if device.dialect == "cuda" else "default"
+    store: Policy = "stream" if cuda else "default"
     yield Config(block=1024, vec=vec, path="two_pass", store_policy=store)
 
 
-def _cuda_forward_rungs(problem: Problem, device: DeviceSpec, few_rows: bool) -> Iterator[Config]:
-    vec, vectors = problem.widest_vec, row_vectors(problem)
+def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
+    vectors = row_vectors(problem)
+    few_rows = problem.rows <= FEW_ROWS * device.compute_units
+    wide_weight = problem.weight_bytes > problem.element_bytes and not few_rows
     # Rows are kept in L2: 262 -> 253 us at 32768x8192; streamed 278.
-    base = Config(vec=vec, load_policy="keep")
+    base = Config(vec=16, load_policy="keep")
     # min_blocks=1 lets NVRTC ask for the weight with the row and not after its sum: 4.9 -> 4.0 us
     # at 1x4096 with an fp32 weight, 254.3 -> 251.6 at 32768x4096 fp32.
     ahead = replace(base, min_blocks=1)
-    wide_weight = problem.weight_bytes > problem.element_bytes and not few_rows
-    if vectors <= 32:
-        pass  # several rows a block of 256 threads, below
-    elif vectors < 512:
+    if 32 < vectors < 512:
         # One row a block, 32 bytes a lane: 66.5 us at 32768x2048, 67.4 with two rows a block.
+        # Narrower ones go several a block of 256 threads, as on AMD.
         row = covering_lanes(vectors, 2, device)
         yield replace(ahead, block=max(64, row), threads_per_row=row)
     elif vectors == 512:
@@ -88,20 +92,21 @@ def _cuda_forward_rungs(problem: Problem, device: DeviceSpec, few_rows: bool) ->
             yield replace(ahead, block=128, threads_per_row=128)
         # 128.3 us at 32768x4096, 129.1 if the weight is asked for early
         yield replace(ahead if few_rows or problem.element_bytes == 4 else base, block=256)
-    elif wide_weight and vectors <= 2048:
+    elif wide_weight and 512 < vectors <= 2048:
         # One block: 253.1 us at 32768x8192 bf16/fp32, 129.6 at 8192x16384, 135 in 512 lanes.
         yield replace(base, block=256)
     # Wider rows are shared by blocks of 128 threads with 64 bytes a lane, 32 where rows are few:
     # 251.1 us at 32768x8192 (one block 252.6), 126.7 at 8192x16384 (128.6), 126.9 at 4096x32768
     # (134.8), 4.1 at 1x16384 (5.1). Up to eight may share one.
     for blocks in ROW_BLOCKS:
-        if 512 < vectors <= 128 * blocks * (2 if few_rows else 4) or (few_rows and vectors == 4096):
+        per_lane = 2 if few_rows and blocks < ROW_BLOCKS[-1] else 4
+        if 512 < vectors <= 128 * blocks * per_lane:
             early = few_rows or vectors <= 1024
             yield replace(ahead if early else base, block=128, threads_per_row=128 * blocks)
     # Wider still: 256 threads with 256 bytes a lane, 262.0 us at 4096x65536, 269.3 at 2048x131072,
     # 278.4 at 1024x262144; eight blocks where rows are few, 7.7 at 8x262144.
     for blocks in ROW_BLOCKS:
-        if 4096 < vectors <= 256 * blocks * 16 and (not few_rows or blocks == 8):
+        if 4096 < vectors <= 256 * blocks * 16 and (not few_rows or blocks == ROW_BLOCKS[-1]):
             wide = ahead if few_rows else replace(base, store_policy="stream")
             yield replace(wide, block=256, threads_per_row=256 * blocks)
 
@@ -114,41 +119,30 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     vec, vectors = problem.widest_vec, row_vectors(problem)
     base = Config(vec=vec)
     # 512 threads a compute unit, for what is in flight keeps memory busy and not waves; 1024 where
-    # a row is so short that its latency counts: 21.1 us at 32768x256, 25 with 512.
-    threads, least, per_lane = 512, 256, 2 if vectors <= 1024 else 4
+    # a row is so short that its latency counts: 21.1 us at 32768x256, 25 with 512. A lane keeps 32
+    # bytes of each tensor; 64 where a row would take more than 512 lanes.
+    threads, most, per_lane = 512, 256, 2 if vectors <= 1024 else 4
     if vectors <= 32:
-        threads, least, per_lane = 1024, 128, 1
+        threads, most, per_lane = 1024, 128, 1
     if problem.rows <= device.compute_units:
         # No program has a second row: there is nothing to overlap. A lone row finishes dW itself,
         # 4.4 us instead of 8.1 at 1x4096.
         if problem.need_dweight and problem.rows == 1:
             base = replace(base, finish="last_block")
     elif device.arch == "sm_90" and vec == 16:
-        # Bulk copies into a ring of three rows, loads kept and stores streamed: at 32768x8192 381
-        # us, against 384 by lanes, 417 ping-pong, 506 from registers.
+        # Bulk copies into a ring of three rows, loads kept and stores streamed: 375 us at
+        # 32768x8192, paced; 379 copied by lanes, 417 ping-pong, 506 from registers.
         base = replace(
             base, path="lds", stages=3, bulk=True, load_policy="keep", store_policy="stream"
         )  # fmt: skip
-        # One program of 512 threads, 16 KiB of each tensor a step: 192.4 us at 32768x4096, 197.5 as
-        # two of 256. Two where there are few steps, but enough to overlap: 34.3 us at 4096x4096
-        # fp16, 36.5 as one. Short rows go in four of 128: 57.3 us at 32768x1024 fp16, 60.2 in two
-        # of 256. Rows of 32 KiB in 1024 lanes: 737 us at 32768x8192 fp32, 742 in 512.
         if vectors > 32:
-            steps = problem.rows * vectors // (1024 * device.compute_units)
-            least, per_lane = 128 if vectors <= 128 else 384 if 4 < steps < PACED_STEPS else 512, 2
-        if vectors > 1024:
-            threads = 1024
-        # A lone row a block of fewer lanes than that would wait at each of its barriers: 44.3 us at
-        # 4096x3000 fp32 with four vectors a lane and two rows, 47.2 with two and one.
-        if 512 < vectors <= 768:
-            per_lane = 4
+            threads, most, per_lane = _bulk_shape(problem, device)
     else:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
         # the default for that reason, unmeasured (gfx950: 124 to 157 VGPRs).
         base = replace(base, path="pingpong")
-    # A lane keeps 32 bytes of each tensor; 64 where a row would take more than 512 lanes.
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
-        block = _block(row, least)
+        block = _block(row, most)
         for programs in (n for n in reversed(PROGRAMS) if n * block <= max(threads, block)):
             config = replace(base, block=block, threads_per_row=row, programs=programs)
             yield _ring_for(problem, device, config) if config.bulk else config
@@ -165,16 +159,37 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         yield Config(block=256, vec=vec, path="two_pass", programs=programs)
 
 
+def _bulk_shape(problem: Problem, device: DeviceSpec) -> tuple[int, int, int]:
+    """Threads a compute unit, most threads of a block and vectors a lane, for rings of bulk copies.
+
+    A block has rows that together make about 16 KiB of each tensor a step.
+    """
+    vectors = row_vectors(problem)
+    # Four programs of 128 for short rows: 57.3 us at 32768x1024 fp16, 60.2 in two of 256.
+    if vectors <= 128:
+        return 512, 128, 2
+    # A lone row a block of less than 512 lanes would wait at each of its barriers: 44.3 us at
+    # 4096x3000 fp32 with four vectors a lane and two rows, 47.2 with two and one.
+    per_lane = 4 if 512 < vectors <= 768 else 2
+    # Rows of 32 KiB in 1024 lanes: 737 us at 32768x8192 fp32, 742 in 512.
+    if vectors > 1024:
+        return 1024, 512, per_lane
+    # Two programs of 256 where there are few steps, but enough to overlap: 34.3 us at 4096x4096
+    # fp16, 36.5 as one. (384: or one of twice 192 lanes.)
+    steps = problem.rows * vectors // (1024 * device.compute_units)
+    if 4 < steps < PACED_STEPS:
+        return 512, 384, per_lane
+    # One of 512 where there are many, for pacing, or hardly any: 192.4 us at 32768x4096, 197.5 as
+    # two of 256; 11.2 at 256x4096, 12.6.
+    return 512, 512, per_lane
+
+
 def _ring_for(problem: Problem, device: DeviceSpec, config: Config) -> Config:
     """A bulk ring of as many stages as programs have use for, paced where they go on for long."""
     steps = -(-problem.rows // (config.rows_per_block * config.programs * device.compute_units))
     # Short rows in many programs overlap each other: two are enough, 20.4 us at 32768x256.
     stages = 2 if config.programs > 4 else max(2, min(config.stages, steps))
-    # Multiprocessors do not share memory evenly, and in the end the fast ones wait: 375 us paced at
-    # 32768x8192, 389 without; 201 and 209 at 8192x16384. Over 15 steps, at 4096x4096, it is worth
-    # nothing.
-    paced = config.programs == 1 and steps >= PACED_STEPS
-    return replace(config, stages=stages, paced=paced)
+    return replace(config, stages=stages, paced=config.programs == 1 and steps >= PACED_STEPS)
 
 
 def _lane_counts(wanted: int) -> Iterator[int]:
@@ -185,9 +200,9 @@ def _lane_counts(wanted: int) -> Iterator[int]:
     yield from (row for row in reversed(powers) if row < wanted)
 
 
-def _block(row: int, least: int) -> int:
-    """Threads of a block of one, two, four ... rows: ``least`` at most, but for at most 16 rows."""
+def _block(row: int, most: int) -> int:
+    """Threads of a block: its rows are doubled up to ``most`` threads and 16 rows."""
     block = row
-    while 2 * block <= least and block < MAX_ROWS_PER_BLOCK * row:
+    while 2 * block <= most and block < MAX_ROWS_PER_BLOCK * row:
         block *= 2
     return max(64, block)

@@ -197,12 +197,12 @@ def _backward(
         grid = column_tiles(problem, config) * partials
         yield Launch("rmsnorm_backward_columns", grid, config.block, args)
     else:
+        progress = row_results + _progress_at(problem, config, device)
         args = (
             *_rows_from(dout, 0, problem), *_rows_from(x, 0, problem), _address(weight.address),
             _address(rstd.address), *_rows_from(dx, 0, problem), _address(partial),
             _address(dweight), _address(tensors.get("counter", _NOWHERE).address),
-            _address(row_results + _progress_at(problem, config, device)), rows, cols,
-            np.float32(problem.eps),
+            _address(progress * config.paced), rows, cols, np.float32(problem.eps),
         )  # fmt: skip
         yield Launch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
     if problem.need_dweight and config.finish == "kernel":

@@ -39,8 +39,8 @@ MAX_RESIDENT_THREADS = 2048  # of a CU or multiprocessor, both vendors
 MAX_ROWS_PER_BLOCK = 16  # in a search; more only lengthens the merge of dW
 #: blocks that may share a row
 ROW_BLOCKS = (2, 4, 8)
-#: launches on streams side by side whose blocks share rows: each may have all blocks of a row but
-#: one waiting, and a compute unit must be left to start that one
+#: launches side by side whose blocks share rows on AMD: each may leave all blocks of a row but one
+#: waiting, and a compute unit must be left to start that one. Twice HIP's four hardware queues
 LAUNCHES_SIDE_BY_SIDE = 8
 #: chunks that the two-pass kernels have in flight at once (RR_TILE_CHUNKS of the kernel text)
 TILE_CHUNKS = 4
@@ -171,8 +171,7 @@ def covering_lanes(vectors: int, per_lane: int, device: DeviceSpec) -> int:
 def reject_reason(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
     """Why a config cannot serve a problem on a device, in words with numbers; None if it can."""
     return (
-        _reject_threads(device, config)
-        or _reject_row_blocks(problem, device, config)
+        _reject_threads(problem, device, config)
         or _reject_vec(problem, config)
         or _reject_path(problem, device, config)
         or _reject_policies(device, config)
@@ -190,12 +189,12 @@ def require_fit(problem: Problem, device: DeviceSpec, config: Config) -> None:
         raise InvalidConfig(config.slug, f"does not fit {problem} on {device.arch}: {reason}")
 
 
-def _reject_threads(device: DeviceSpec, config: Config) -> str | None:
+def _reject_threads(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
     block, row = config.block, config.threads_per_row
     if not 64 <= block <= 1024 or block % device.wave:
         return f"a block has 64 to 1024 threads in whole waves of {device.wave}, not {block}"
     if row > block:
-        return None  # _reject_row_blocks
+        return _reject_row_blocks(problem, device, config)
     if not 8 <= row <= block or block % row:
         return f"threads_per_row is 8 to block={block} and divides it, not {row}"
     if row & (row - 1) and row % device.wave:
@@ -205,8 +204,6 @@ def _reject_threads(device: DeviceSpec, config: Config) -> str | None:
 
 def _reject_row_blocks(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
     block, row, blocks = config.block, config.threads_per_row, config.blocks_per_row
-    if row <= block:
-        return None
     if row % block or blocks not in ROW_BLOCKS:
         offered = ", ".join(str(n * block) for n in ROW_BLOCKS)
         return f"threads_per_row over block={block} is {offered}, not {row}"
@@ -214,10 +211,12 @@ def _reject_row_blocks(problem: Problem, device: DeviceSpec, config: Config) -> 
         return "blocks share a row on forward's path registers alone"
     if device.dialect == "cuda" and device.arch != "sm_90":
         return f"blocks that share a row are a cluster on CUDA, and {device.arch} is not sm_90"
-    if not device.simulated and blocks * LAUNCHES_SIDE_BY_SIDE > device.compute_units:
+    units = blocks * LAUNCHES_SIDE_BY_SIDE
+    if device.dialect == "amd" and not device.simulated and units > device.compute_units:
         return (
-            f"{blocks} blocks that wait for each other want {blocks * LAUNCHES_SIDE_BY_SIDE} "
-            f"compute units, and {device.arch} has {device.compute_units}"
+            f"{blocks} blocks of a row wait for each other, and {LAUNCHES_SIDE_BY_SIDE} launches "
+            f"side by side may leave all but one of each waiting: that wants {units} compute "
+            f"units, and {device.arch} has {device.compute_units}"
         )
     if problem.rows * row >= 1 << 32:
         return f"{problem.rows} rows of {row} threads: one launch has less than 2**32"
@@ -361,10 +360,11 @@ class Space:
 def enumerate_configs(problem: Problem, device: DeviceSpec) -> Space:
     """All configs worth trying for a problem on a device, in a fixed order.
 
-    The space is a union of planes over blocks and lanes a row: for registers the pairs of cache
-    policies, the second launch bounds and vectors of half the width; for the paths that overlap
-    rows every ring; for two passes the policies. That keeps it searchable (for problems of the
-    study at most 300 forward, 1,000 backward) with no knob left out.
+    The space is a union of planes over blocks and lanes a row. For registers, also with a row over
+    several blocks: the pairs of cache policies, the second launch bounds and vectors of half the
+    width. For the paths that overlap rows: rings of every depth (two for forward), by lanes and in
+    bulk, and in one program paced. For two passes: the policies. That keeps it searchable (for
+    problems of the study at most 300 forward, 1,000 backward) with no knob left out.
     """
     kept: dict[Config, None] = {}
     rejected: dict[Config, str] = {}
@@ -382,7 +382,7 @@ def _candidates(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     for shape in _shapes(problem, device):
         yield from _register_plane(problem, device, replace(shape, vec=vec))
         yield from _pipeline_plane(problem, device, replace(shape, vec=vec))
-    for block in BLOCKS[2:]:
+    for block in BLOCKS[2:]:  # a wide row gains nothing from small blocks
         if row_vectors(problem) > block:
             for programs in (0,) if problem.op == "forward" else (1, 2, 4):
                 base = Config(block=block, vec=vec, path="two_pass", programs=programs)

@@ -116,7 +116,7 @@ REFUSED = [
     (WIDE, SM_90, "b64-t1024", "over block=64 is 128, 256, 512, not 1024"),
     (WIDE, SM_90, "b256-t512-2p", "blocks share a row on forward's path registers alone"),
     (WIDE_BACKWARD, GFX950, "b256-t512-p1", "blocks share a row on forward's path registers alone"),
-    (WIDE, FEW_UNITS, "b256-t2048", "want 64 compute units, and gfx950 has 63"),
+    (WIDE, FEW_UNITS, "b256-t2048", "wants 64 compute units, and gfx950 has 63"),
     (WIDE, OLD_CUDA, "b256-t512", "sm_80 is not sm_90"),
     (Problem.forward(1 << 22, 65536, "bf16"), SM_90, "b256-t1024", "less than 2\\*\\*32"),
     (WIDE_BACKWARD, SM_90, "b256-lds3p-p1", "paced belongs to backward's rings of bulk copies"),

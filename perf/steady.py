@@ -1,11 +1,11 @@
-"""The widest cells once more: their steady speed, and what runs after the forward.
+"""The largest cells in steady, and what the forward leaves to a GEMM that follows it.
 
-    python -m perf.widest [--out DIR]
+    python -m perf.steady [--out DIR]
 
 At 32768x8192, of the ladder's configs: percent of the matched probe in ``cold`` and in ``steady``,
 for the five dtype pairs; and the time of a GEMM after the forward, on its output and on other data,
-beside the same after a forward without cache policies. Writes widest.csv and environment.json; exit
-code 1 where a GEMM is more than 1 % slower.
+beside the same after a forward without cache policies. Writes steady.csv and environment.json, the
+probes and their drift in it; exit code 1 where a GEMM is more than 1 % slower.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from rmsnorm_raw.measure import measure
 from rmsnorm_raw.module import build
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
-from rmsnorm_raw.stats import compare, percentile
+from rmsnorm_raw.stats import Outcome, compare, percentile
+from rmsnorm_raw.study import sweep
 
 SHAPE = (32768, 8192)
 PAIRS = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
 COLUMNS = ("what", "act", "weight", "config", "regime", "median_us", "low_us", "high_us", "percent")
 GEMM_COLUMNS = 1024
 GEMM_ROUNDS = 40
-SLOWER_PCT = 1.0
+GEMM_WARM_UP = 4
 
 
-def speeds(backend: Backend) -> Iterator[dict[str, str]]:
+def speeds(backend: Backend, roofline: bandwidth.Roofline) -> Iterator[dict[str, str]]:
     """A row for each operation, dtype pair and regime; percent is of the matched probe."""
-    roofline = bandwidth.roofline(backend)
-    print(roofline)
     for make in (Problem.forward, Problem.backward):
         for act, weight in PAIRS:
             problem = make(*SHAPE, act, weight_dtype=weight)
@@ -60,7 +59,6 @@ def speeds(backend: Backend) -> Iterator[dict[str, str]]:
                     "low_us": f"{taken.low_us:.2f}", "high_us": f"{taken.high_us:.2f}",
                     "percent": f"{percent:.2f}",
                 }  # fmt: skip
-    print(f"drift {roofline.drift_pct(bandwidth.remeasure(roofline, backend)):.2f} %")
 
 
 def gemms(backend: Backend) -> Iterator[tuple[str, list[float], list[float]]]:
@@ -71,11 +69,10 @@ def gemms(backend: Backend) -> Iterator[tuple[str, list[float], list[float]]]:
     rows, cols = SHAPE
     make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     x, weight, b, other = make(rows, cols), make(cols), make(cols, GEMM_COLUMNS), make(cols, cols)
-    y, small = torch.empty_like(x), make(8 << 20)
+    y = torch.empty_like(x)
 
     def time_after(config: Any, a: torch.Tensor) -> float:
-        torch.cuda._sleep(1_000_000)  # longer than the host takes to enqueue the rest
-        small.add_(1)
+        torch.cuda._sleep(1_000_000)  # cycles, longer than the host takes to enqueue the rest
         ops.rmsnorm_fwd(x, weight, out=y, config=config)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -89,28 +86,30 @@ def gemms(backend: Backend) -> Iterator[tuple[str, list[float], list[float]]]:
         for _ in range(GEMM_ROUNDS):
             for config in times:
                 times[config].append(time_after(config, a))
-        yield name, times[ladder][4:], times[plain][4:]
+        yield name, times[ladder][GEMM_WARM_UP:], times[plain][GEMM_WARM_UP:]
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results/widest"))
+    parser.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results/steady"))
     out: Path = parser.parse_args().out
     backend = get_backend()
     out.mkdir(parents=True, exist_ok=True)
-    environment.write(out / "environment.json", {"command": "python -m perf.widest"})
+    opening = bandwidth.roofline(backend)
+    print(opening)
     slower = 0
-    with (out / "widest.csv").open("w", newline="") as file:
+    with (out / "steady.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)
         table.writeheader()
-        for row in speeds(backend):
+        for row in speeds(backend, opening):
             table.writerow(row)
             where = f"{row['what']:8} {row['act']}/{row['weight']} {row['regime']:6}"
             print(f"{where} {row['median_us']:>8} us {row['percent']:>6} %  {row['config']}")
+        closing = bandwidth.remeasure(opening, backend)
         for name, ours, plain in gemms(backend):
             compared = compare(plain, ours)
-            slower += compared.high < 1 / (1 + SLOWER_PCT / 100)
+            slower += compared.verdict is Outcome.SLOWER
             for regime, times in (("after ours", ours), ("after plain", plain)):
                 table.writerow(
                     dict.fromkeys(COLUMNS, "")
@@ -119,6 +118,15 @@ def main() -> int:
                 )
             medians = f"{percentile(ours, 50):.1f} us, {percentile(plain, 50):.1f}"
             print(f"gemm on {name}, after ours and after plain: {compared} ({medians})")
+    facts = {
+        "command": "python -m perf.steady",
+        "roofline_opening": sweep.roofline_facts(opening),
+        "roofline_closing": sweep.roofline_facts(closing),
+        "drift_pct": round(opening.drift_pct(closing), 3),
+        "suspect": opening.is_suspect(closing),
+    }
+    print(f"drift {facts['drift_pct']} %{', suspect' * facts['suspect']}")
+    environment.write(out / "environment.json", facts)
     return int(slower > 0)
 
 
