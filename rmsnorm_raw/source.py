@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.kernels import backward, blocks, finish, forward, prelude, ring, rows
+from rmsnorm_raw.kernels import backward, blocks, finish, forward, pace, prelude, ring, rows
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import (
     FINISH_BLOCK,
@@ -132,7 +132,7 @@ def render(
     if config.blocks_per_row > 1 or config.bulk:
         text += blocks.TEXT
     if config.path == "lds":
-        text += ring.TEXT
+        text += ring.TEXT + pace.TEXT * config.paced
     text += forward.TEXT if forward_op else finish.TEXT + backward.TEXT
     defines = target_defines(device) + tuple((k, str(v)) for k, v in (common | own).items())
     name = f"rmsnorm_{problem.op}.hip"

@@ -267,13 +267,24 @@ static bool run_block(Block* block) {
   return no_copy_in_flight() && guard_holds((int)launch->lds_bytes) && guard_holds(-(int)launch->guard_bytes);
 }
 
+// Blocks that wait for each other are a cluster on CUDA, and start in the order of their index. AMD promises
+// no order: where that of the threads is not the natural one, blocks start half a grid apart.
+static u32 common_factor(u32 a, u32 b) { return b ? common_factor(b, a % b) : a; }
+static u32 next_block() {
+  const u32 place = started++;
+  if (SLOTS == 1 || WAVE == 32 || launch->threads[0] == 0) return place;
+  u32 stride = launch->grid / 2 + 1;
+  while (common_factor(stride, launch->grid) != 1) ++stride;  // so that every block has its turn
+  return (u32)((u64)place * stride % launch->grid);
+}
+
 // Starts the next block, as from a barrier in front of its first line.
 static bool start_block(Block* block) {
   __builtin_memset(block->lds, 0xff, launch->lds_bytes);  // NaN in fp16, bf16 and fp32
   for (u32 first = 0; first < launch->block / WAVE * CHAIN; first += CHAIN) block->fibers[first].site = BARRIER;
   block->arrivals = 0;
   __builtin_memset(block->arrived, 0, sizeof block->arrived);
-  block->index = started++;
+  block->index = next_block();
   block->resident = true;
   ++resident;
   return run_block(block);

@@ -12,7 +12,7 @@ Version 2, ``2p``:  rows too wide to keep. ``rmsnorm_backward_rows`` leaves rstd
 Version 3, ``pp``:  as 1, with the next row on its way into a second register set; unrolled by two.
 Version 4, ``lds``: as 1, over a ring of rows in LDS; after the reduction a row comes from
     registers, or (``r``) from the ring again.
-Version 5, ``p``: programs that get ahead of the others wait for them.
+Version 5, ``lds<n>bp``: programs that get ahead of the others wait for them (pace.py).
 
 dW is finished by ``rmsnorm_dweight``, which adds the partial rows in a fixed order and rounds once,
 or (``-fl``) by the last block to leave: a lone block then needs no second launch, more count
@@ -249,7 +249,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
 #if RR_LAST_BLOCK
   if (gridDim.x > 1 && last_block(finished, (u32*)lds)) {
     for (u32 column = threadIdx.x; column < cols; column += RR_BLOCK) {
-      const float sum[1] = {sum_partials(partial + column, cols, gridDim.x, 0, 1)};
+      const float sum[1] = {sum_partials(partial + column, cols, gridDim.x)};
       store_pack<RR_W, 1, POLICY_DEFAULT>(dweight, column, sum);
     }
   }

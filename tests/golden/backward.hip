@@ -228,7 +228,7 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
 #if RR_LAST_BLOCK
   if (gridDim.x > 1 && last_block(finished, (u32*)lds)) {
     for (u32 column = threadIdx.x; column < cols; column += RR_BLOCK) {
-      const float sum[1] = {sum_partials(partial + column, cols, gridDim.x, 0, 1)};
+      const float sum[1] = {sum_partials(partial + column, cols, gridDim.x)};
       store_pack<RR_W, 1, POLICY_DEFAULT>(dweight, column, sum);
     }
   }

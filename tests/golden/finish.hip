@@ -1,25 +1,20 @@
 
-#if RR_NEED_DW
-// One column of `count` rows of partial sums: every `step`-th row from `first` on, in eight chains.
-// All eight loads are issued before the first is masked, or each would be waited for in turn.
-RR_FN float sum_partials(const float* column, u32 cols, u32 count, u32 first, u32 step) {
+#if RR_LAST_BLOCK
+// One column of `count` rows of partial sums, in eight chains. All eight loads are issued before
+// the first is masked, or each would be waited for in turn.
+RR_FN float sum_partials(const float* column, u32 cols, u32 count) {
   float chain[8] = {};
-  for (u32 row = first; row < count; row += 8 * step) {
+  for (u32 row = 0; row < count; row += 8) {
     float part[8];
 #pragma unroll
-    for (u32 k = 0; k < 8; ++k) {
-      const u32 at = row + k * step;
-      part[k] = column[(u64)(at < count ? at : first) * cols];
-    }
+    for (u32 k = 0; k < 8; ++k) part[k] = column[(u64)(row + k < count ? row + k : 0) * cols];
 #pragma unroll
     for (u32 k = 0; k < 8; ++k)
-      if (row + k * step < count) chain[k] += part[k];
+      if (row + k < count) chain[k] += part[k];
   }
   return tree_sum(chain);
 }
-#endif
 
-#if RR_LAST_BLOCK
 // True in the last block that comes here, to which all the other blocks' stores are then visible.
 // Every thread fences its own stores before the barrier, so that the count says they have arrived.
 RR_FN bool last_block(u32* finished, u32* shared) {

@@ -98,8 +98,9 @@ extern "C" __global__ void RR_CLUSTER RR_BOUNDS rmsnorm_forward(
     return finish_sum(row, tree_sum(chain), area);
   };
   // The weight is asked for early where registers allow: a persistent program keeps it, and a lone
-  // row then waits for memory once. On AMD a persistent program always does: memory operations end
-  // in order there, and to load the weight again would drain the rows in flight.
+  // row then waits for memory once (NVRTC puts it off all the same unless min_blocks is 1). On AMD
+  // a persistent program always does: memory operations end in order there, and to load the weight
+  // again would drain the rows in flight.
   constexpr bool EARLY_WEIGHT =
       HAS_WEIGHT && ((RR_AMD && RR_PATH != PATH_REGISTERS) ||
                      RR_CHUNKS * (XPack::BYTES + WPack::BYTES) <= 128);

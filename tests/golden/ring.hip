@@ -87,61 +87,6 @@ template <int BYTES> RR_FN Words<BYTES> read_lds(const char* from) {
 template <int BYTES> RR_FN void wait_read(Words<BYTES>&) {}
 #endif
 
-#if RR_PACED
-// Programs that get ahead of the others wait for them. Where memory is the limit it does not serve
-// all multiprocessors alike: with equal shares of the rows those of an H200 ended between 314 and
-// 386 us (32768x8192 bf16 backward, 2026-11), and the whole waits for the last. `progress` counts
-// what all programs have done, from whatever it held before. Only time depends on it, and a wait
-// has an end: others may not have started, for want of a multiprocessor, and then nobody waits any
-// more.
-#if defined(RR_SIMULATOR)
-RR_FN void count_up(u32* count) { atomicAdd(count, 1u); }
-RR_FN u32 read_count(const u32* count) { return *count; }
-RR_FN void nap() {}
-#else
-RR_FN void count_up(u32* count) {
-  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
-}
-RR_FN u32 read_count(const u32* count) {
-  u32 value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
-  return value;
-}
-RR_FN void nap() { asm volatile("nanosleep.u32 100;"); }
-#endif
-struct Pace {
-  u32* progress;
-  u32 done;  // by all programs if all were where this one is
-  u32 seen;  // done by all, one step ago
-  bool waits;
-
-  RR_FN void open(u32* count) {
-    progress = count;
-    done = seen = read_count(count);
-    waits = true;
-  }
-  // After a step of this program. It may be ahead by the step that `seen` is old and by 16 KiB of
-  // each tensor: 8 and 24 were worse at rows of 16 KiB, 32 at rows of 32 KiB.
-  RR_FN void step() {
-    constexpr u32 STEP_BYTES = BLOCK_ROWS * SLOT_BYTES;
-    const u32 ahead = gridDim.x + gridDim.x * (16 << 10) / STEP_BYTES;
-    constexpr int MOST_NAPS = 10;  // of 0.1 us and a read of the count, six steps of 1.4 us in all
-    if (threadIdx.x == 0) count_up(progress);
-    if (threadIdx.x == 0 && waits) {
-      done += gridDim.x;
-      int naps = 0;
-#pragma unroll 1
-      for (; naps < MOST_NAPS && (int)(done - seen - ahead) > 0; ++naps) {
-        nap();
-        seen = read_count(progress);
-      }
-      waits = naps < MOST_NAPS;
-      seen = read_count(progress);
-    }
-  }
-};
-#endif
-
 struct RingTensor { const void* base; i64 stride; };
 
 struct Ring {

@@ -3,7 +3,8 @@
 #define PATH_TWO_PASS 1
 #define PATH_PINGPONG 2
 #define PATH_LDS 3
-// RR_ROW_BLOCKS blocks share a row, or a block has BLOCK_ROWS rows; of a block, a row has:
+// RR_ROW_BLOCKS blocks share a row, or a block has BLOCK_ROWS rows. Lanes and waves of a row in one
+// block:
 constexpr int BLOCK_LANES = RR_THREADS_PER_ROW / RR_ROW_BLOCKS;
 constexpr int ROW_LANES = BLOCK_LANES < RR_WAVE ? BLOCK_LANES : RR_WAVE;
 constexpr int ROW_WAVES = BLOCK_LANES / ROW_LANES;
