@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from by_hand import SEED, assert_same, outputs
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import check, launch
+from rmsnorm_raw import check
 from rmsnorm_raw.backends.cpu import CpuBackend, Order
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import SimulatorError
@@ -19,7 +20,6 @@ from rmsnorm_raw.module import Binary, build
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import Source, render
 
-SEED = 7
 ORDERS: tuple[Order, ...] = ("forward", "reverse", "shuffle")
 #: a wave or two a block, of four; four waves, of eight blocks
 B64_T256, B128_T512, B256_T2048 = "b64-t256-v16-reg", "b128-t512-v16-reg", "b256-t2048-v16-reg"
@@ -42,30 +42,6 @@ def judged(problem: Problem, slug: str, binary: Binary) -> str:
         return check.verify(problem, Config.parse(slug), binary, seed=SEED).message
     except SimulatorError as error:
         return str(error)
-
-
-def outputs(
-    problem: Problem, slug: str, binary: Binary, workspace: np.ndarray | None = None
-) -> list[np.ndarray]:
-    """The bytes of y and rstd; where a workspace is given, the kernel's begins as that."""
-    backend, config = binary.backend, Config.parse(slug)
-    sizes = launch.tensor_bytes(problem, config, backend.device)
-    made = {name: backend.allocate(size) for name, size in sizes.items()}
-    tensors = {
-        name: launch.Tensor(address, problem.cols if name in launch.MATRICES else 0)
-        for name, (address, _) in made.items()
-    }
-    check.write_inputs(problem, backend, tensors, SEED)
-    if workspace is not None:
-        made["workspace"][1][:] = workspace.view(np.uint8)
-    launch.run(launch.make_plan(problem, config, binary, tensors))
-    return [made[name][1].copy() for name in ("y", "rstd") if name in made]
-
-
-def assert_same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 # ---- what is right passes ------------------------------------------------------------------------
