@@ -208,7 +208,7 @@ def test_a_grid_is_whole_clusters(order: Order) -> None:
 def test_a_wait_for_a_block_that_never_arrives(silent: int, order: Order) -> None:
     body = f"""{MINE}  {INIT}
   __syncthreads();
-  if (part == {silent}) rr_sim_barrier_wait(barrier, 0);
+  if (part == silent) rr_sim_barrier_wait(barrier, 0);
   else {{
     {MEET}
   }}
@@ -217,9 +217,9 @@ def test_a_wait_for_a_block_that_never_arrives(silent: int, order: Order) -> Non
         rf"^small\.hip:\d+: deadlock: no wave can go on \((block {silent} of the cluster has not "
         r"arrived at its barrier|missing at this mbarrier: arrivals 1, bytes 0)\) \(kernel k, "
     )
-    source, backend = cluster(body, "float* out"), CpuBackend(32, order=order)
+    source, backend = cluster(body, "unsigned silent"), CpuBackend(32, order=order)
     with pytest.raises(SimulatorError, match=said):
-        run(backend, source, words(1), grid=8, lds_bytes=LDS_BYTES)
+        run(backend, source, np.uint32(silent), grid=8, lds_bytes=LDS_BYTES)
 
 
 @each_order
