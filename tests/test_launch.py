@@ -123,6 +123,7 @@ def test_paced_programs_count_behind_the_partial_rows(has_dweight: bool) -> None
     assert workspace_bytes(problem, paced, SM_90) == partials + 4
     launch = plan(problem, paced, CUDA_BINARY)[0]
     assert int(launch.args[11]) == (8 << 44) + partials
+    assert int(plan(problem, plain, CUDA_BINARY)[0].args[11]) == 0
     assert "counter" not in tensor_bytes(problem, paced, SM_90)
 
 

@@ -110,6 +110,17 @@ def test_shared_rows_are_benched_on_clones_of_one_workspace(wave: int) -> None:
     assert samples.median_us > 0
 
 
+def test_a_kernel_of_shared_rows_is_called_on_arrays() -> None:
+    x = np.random.default_rng(SEED).standard_normal((3, 3000)).astype(np.float16)
+    weight = np.ones(3000, np.float16)
+    kernel = rr.build(Problem.forward(3, 3000, "fp16"), B64_T256, backend="cpu")
+    called = kernel(x, weight)
+    alike = rr.rmsnorm_fwd(x, weight, config=B64_T256)
+    np.testing.assert_array_equal(called.y, alike.y)
+    np.testing.assert_array_equal(called.rstd, alike.rstd)
+    np.testing.assert_allclose(np.square(called.y.astype(np.float64)).mean(axis=1), 1, rtol=1e-3)
+
+
 # ---- and what is wrong fails ---------------------------------------------------------------------
 
 
