@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.launch import (
     MAX_THREADS,
@@ -23,15 +24,19 @@ from rmsnorm_raw.launch import (
     workspace_bytes,
 )
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.space import require_fit
 
-GFX950 = KNOWN["gfx950"]
+GFX950, SM_90 = KNOWN["gfx950"], KNOWN["sm_90"]
 BINARY: Any = SimpleNamespace(backend=SimpleNamespace(device=GFX950))
+CUDA_BINARY: Any = SimpleNamespace(backend=SimpleNamespace(device=SM_90))
 NAMES = ("x", "weight", "y", "rstd", "dout", "dx", "dweight", "workspace")
 
 
-def plan(problem: Problem, config: Config | None = None) -> tuple[Launch, ...]:
+def plan(
+    problem: Problem, config: Config | None = None, binary: Any = BINARY
+) -> tuple[Launch, ...]:
     tensors = {name: Tensor((k + 1) << 44, problem.cols) for k, name in enumerate(NAMES)}
-    return make_plan(problem, config or default_config(problem, GFX950), BINARY, tensors).launches
+    return make_plan(problem, config or default_config(problem, GFX950), binary, tensors).launches
 
 
 @given(st.integers(1, 1 << 36), st.sampled_from([1, 8, 127, 1024, 1 << 20]))
@@ -48,6 +53,78 @@ def test_forward_launches_cover_every_row_once_under_the_limit(rows: int, cols: 
         assert rstd - (4 << 44) == next_row * 4
         next_row += launch_rows
     assert next_row == rows
+
+
+SHARED = [("b64-t256-v16-reg", 4), ("b128-t1024-v16-reg-ls", 8), ("b256-t512-v8-reg", 2)]
+
+
+@pytest.mark.parametrize(("slug", "blocks"), SHARED)
+@pytest.mark.parametrize("rows", [1, 3, 4099])
+def test_shared_rows_on_cuda_are_one_launch_of_whole_clusters(
+    rows: int, slug: str, blocks: int
+) -> None:
+    problem, config = Problem.forward(rows, 8192, "bf16"), Config.parse(slug)
+    (launch,) = plan(problem, config, CUDA_BINARY)
+    assert launch.entry_point == "rmsnorm_forward"
+    assert (launch.grid, launch.block) == (rows * blocks, config.block)
+    # two floats a wave in two areas, an mbarrier and a float from each block
+    assert launch.lds_bytes == 16 * (config.block // 32) + 8 + 4 * blocks
+    assert int(launch.args[7]) == rows
+    assert workspace_bytes(problem, config, SM_90) == 0
+    assert "workspace" not in tensor_bytes(problem, config, SM_90)
+
+
+@pytest.mark.parametrize(("slug", "blocks"), SHARED)
+@pytest.mark.parametrize("rows", [1, 3, 4099])
+def test_shared_rows_on_amd_begin_with_a_launch_that_clears_every_word(
+    rows: int, slug: str, blocks: int
+) -> None:
+    problem, config = Problem.forward(rows, 8192, "bf16"), Config.parse(slug)
+    clear, launch = plan(problem, config)
+    count = rows * blocks + 1  # a word a block, and how many have started
+    assert clear.entry_point == "rmsnorm_forward_clear"
+    assert [int(arg) for arg in clear.args] == [8 << 44, count]
+    assert [arg.dtype for arg in clear.args] == ["uint64", "uint64"]
+    assert (clear.grid - 1) * config.block < count <= clear.grid * clear.block
+    assert (clear.block, clear.lds_bytes) == (config.block, 0)
+    assert launch.entry_point == "rmsnorm_forward"
+    assert (launch.grid, launch.block) == (rows * blocks, config.block)
+    assert [int(launch.args[k]) for k in (6, 7, 8)] == [8 << 44, rows, 8192]
+    assert workspace_bytes(problem, config, GFX950) == 8 * count
+    assert tensor_bytes(problem, config, GFX950)["workspace"] == 8 * count
+
+
+@pytest.mark.parametrize("binary", [BINARY, CUDA_BINARY], ids=["gfx950", "sm_90"])
+def test_no_rows_to_share_want_nothing(binary: Any) -> None:
+    config = Config.parse("b64-t256-v16-reg")
+    for problem in (Problem.forward(0, 8192, "bf16"), Problem.forward(8, 0, "bf16")):
+        assert plan(problem, config, binary) == ()
+        assert workspace_bytes(problem, config, binary.backend.device) == 0
+
+
+def test_as_many_shared_rows_as_are_allowed_are_one_launch_under_the_limit() -> None:
+    config = Config.parse("b128-t1024-v16-reg")
+    rows = ((1 << 32) - 1) // 1024
+    problem = Problem.forward(rows, 8192, "bf16")
+    require_fit(problem, GFX950, config)
+    for launch in plan(problem, config):
+        assert launch.grid * launch.block <= MAX_THREADS
+    with pytest.raises(InvalidConfig, match=r"less than 2\*\*32"):
+        require_fit(Problem.forward(rows + 1, 8192, "bf16"), GFX950, config)
+
+
+@pytest.mark.parametrize("has_dweight", [True, False])
+def test_paced_programs_count_behind_the_partial_rows(has_dweight: bool) -> None:
+    problem = Problem.backward(4096, 1024, "bf16", need_dweight=has_dweight)
+    plain = Config.parse("b256-t128-v16-lds3b-p1")
+    paced = Config.parse("b256-t128-v16-lds3bp-p1")
+    partials = 132 * 1024 * 4 * has_dweight
+    assert workspace_bytes(problem, plain, SM_90) == partials
+    assert workspace_bytes(problem, paced, SM_90) == partials + 4
+    launch = plan(problem, paced, CUDA_BINARY)[0]
+    assert int(launch.args[11]) == (8 << 44) + partials
+    assert int(plan(problem, plain, CUDA_BINARY)[0].args[11]) == 0
+    assert "counter" not in tensor_bytes(problem, paced, SM_90)
 
 
 @pytest.mark.parametrize("slug", ["b256-t64-v16-pp-p2", "b256-t64-v16-lds3-p1"])

@@ -73,6 +73,11 @@ CASES = [
     (Problem.backward(32768, 8192, "bf16"), "b512-t512-v16-lds3-ss-p1"),
     (Problem.backward(8192, 16384, "bf16"), "b512-t512-v16-lds3br-lk-ss-p1"),
     (Problem.backward(1, 4096, "bf16"), "b512-t512-v16-reg-p1-fl"),
+    (Problem.forward(8192, 16384, "bf16"), "b128-t512-v16-reg-lk"),
+    (Problem.forward(8, 262144, "bf16"), "b256-t2048-v16-reg-lk-ss-m1"),
+    (Problem.forward(37, 3000, "fp32", weight_dtype=None, store_rstd=False), "b64-t128-v16-reg"),
+    (Problem.backward(32768, 8192, "bf16"), "b512-t512-v16-lds3bp-lk-ss-p1"),
+    (Problem.backward(8192, 16384, "bf16"), "b512-t512-v16-lds3brp-lk-ss-p1"),
     (Problem.backward(32768, 8192, "bf16", has_rstd=False), "b256-t256-v16-reg-p2"),
     (Problem.backward(32768, 8192, "bf16", need_dx=False), "b256-t256-v16-reg-p2"),
     (Problem.backward(32768, 8192, "bf16", need_dweight=False), "b256-t256-v16-2p-p2"),
@@ -96,6 +101,28 @@ def test_every_kernel_builds_without_a_warning(problem: Problem, slug: str | Non
     for policy, priority in policies.items():
         used = policy in (config.load_policy, config.store_policy)
         assert (f"L2::{priority}" in ptx) == used
+    # what makes blocks a cluster, and what paces programs, are nowhere else
+    blocks = config.blocks_per_row
+    dimensions = re.findall(r"\.(?:reqnctapercluster|cluster_dim\w*) +([\d, ]+)", ptx)
+    assert dimensions == ([f"{blocks}, 1, 1"] if blocks > 1 else [])
+    for instruction in ("mapa.shared::cluster", "st.async.shared::cluster", "barrier.cluster"):
+        assert (instruction in ptx) == (blocks > 1)
+    assert ("mbarrier.try_wait" in ptx) == (blocks > 1 or config.bulk)
+    for instruction in ("red.relaxed.gpu.global.add.u32", "nanosleep.u32"):
+        assert (instruction in ptx) == config.paced
+
+
+def test_blocks_of_a_cluster_meet_before_they_store_and_wait_for_all_bytes() -> None:
+    config = Config.parse("b128-t512-v16-reg")
+    problem = Problem.forward(8192, 16384, "bf16")
+    ptx, _ = compile_ptx(render(problem, config, SM_90))
+    order = ["mbarrier.init", "fence.mbarrier_init.release.cluster", "mbarrier.arrive.expect_tx",
+             "barrier.cluster.arrive.relaxed.aligned", "ld.global", "barrier.cluster.wait.aligned",
+             "st.async", "mbarrier.try_wait", "st.global"]  # fmt: skip
+    places = [ptx.index(instruction) for instruction in order]
+    assert places == sorted(places)
+    (register,) = re.findall(r"expect_tx.* (%r\d+);", ptx)
+    assert re.search(rf"mov\.[ub]32\s+{register}, 16;", ptx)  # bytes of four floats
 
 
 def test_a_vector_of_the_wrong_size_is_rejected() -> None:

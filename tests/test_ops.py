@@ -13,7 +13,7 @@ import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
 import numpy as np
 import pytest
 
-from rmsnorm_raw import bounds, launch, ops
+from rmsnorm_raw import bounds, interop, launch, ops
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import BackendUnavailable, InvalidConfig, InvalidInput
 from rmsnorm_raw.launch import Tensor
@@ -444,6 +444,44 @@ def test_autograd_learns_that_out_was_written() -> None:
     rmsnorm_fwd(torch.randn(4, 64), out=saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+# ---- rows that blocks share ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    ("rows", "cols", "config"),
+    [(5, 3000, "b64-t256"), (1, 8192, "b128-t1024"), (37, 520, "b64-t128")],
+)
+def test_blocks_that_share_a_row_have_their_words(
+    library: str, rows: int, cols: int, config: str, places: list[dict[str, Tensor]]
+) -> None:
+    x, weight = normal(rows, cols, dtype="bfloat16"), normal(cols)
+    blocks = Config.parse(config).blocks_per_row
+    a, w, out = into(library, x), into(library, weight), into(library, np.empty_like(x))
+    fresh = rmsnorm_fwd(a, w, config=config)
+    check_forward(fresh, x, weight)
+    assert fresh.y.shape == x.shape
+    assert places[0]["workspace"].address % 8 == 0
+    given = rmsnorm_fwd(a, w, out=out, config=config)
+    in_place = rmsnorm_fwd(a, w, out=a, config=config)
+    for result in (given, in_place):
+        assert np.array_equal(bits(result.y), bits(fresh.y))
+        assert np.array_equal(bits(result.rstd), bits(fresh.rstd))
+    assert given.y is out
+    assert in_place.y is a
+    problem = Problem.forward(rows, cols, "bf16", weight_dtype="fp32")
+    ready = ops._prepare(problem, 16, Config.parse(config), interop.view(x).device)
+    assert ready.scratch == (("workspace", 8 * (rows * blocks + 1)),)
+
+
+def test_shared_rows_without_a_weight_rstd_or_rows() -> None:
+    x = normal(3, 3000, dtype="float16")
+    result = rmsnorm_fwd(x, store_rstd=False, config="b64-t256")
+    assert result.rstd is None
+    check_forward(result, x, None)
+    assert rmsnorm_fwd(x[:0], config="b64-t256").y.shape == (0, 3000)
 
 
 # ---- no rows, no columns -------------------------------------------------------------------------

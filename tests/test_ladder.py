@@ -1,0 +1,191 @@
+"""The ladder: where rows are shared and programs paced, and where neither can be."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.device import KNOWN, SIMULATED, DeviceSpec
+from rmsnorm_raw.ladder import PACED_STEPS, default_config
+from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.space import grid_programs, reject_reason
+
+GFX950, GFX942, SM_90 = (KNOWN[arch] for arch in ("gfx950", "gfx942", "sm_90"))
+ROWS = (1, 3, 132, 133, 529, 4096, 32768, 1 << 20)
+WIDTHS = (1, 7, 256, 769, 1024, 3000, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 1 << 20)
+
+
+def problems(op: str) -> list[Problem]:
+    make = getattr(Problem, op)
+    return [
+        make(rows, cols, x, weight_dtype=w)
+        for rows, cols, (x, w) in itertools.product(
+            ROWS, WIDTHS, [("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32"), ("bf16", None)]
+        )
+    ]
+
+
+# ---- sm_90: rows of several blocks ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype", "slug"),
+    [
+        # two, four and eight blocks of 128 threads, 64 bytes a lane
+        (32768, 8192, "bf16", "b128-t256-v16-reg-lk-m1"),
+        (8192, 16384, "bf16", "b128-t512-v16-reg-lk"),
+        (4096, 32768, "bf16", "b128-t1024-v16-reg-lk"),
+        (8192, 8192, "fp32", "b128-t512-v16-reg-lk"),
+        # few rows: half of that a lane, and the weight asked for with the row
+        (1, 16384, "bf16", "b128-t1024-v16-reg-lk-m1"),
+        (8, 8192, "bf16", "b128-t512-v16-reg-lk-m1"),
+        (1, 32768, "bf16", "b128-t1024-v16-reg-lk-m1"),
+        # wider than eight of those: 256 threads
+        (4096, 65536, "bf16", "b256-t512-v16-reg-lk-ss"),
+        (2048, 131072, "bf16", "b256-t1024-v16-reg-lk-ss"),
+        (1024, 262144, "bf16", "b256-t2048-v16-reg-lk-ss"),
+        (8, 262144, "bf16", "b256-t2048-v16-reg-lk-m1"),
+        # and what one block does as well or better
+        (32768, 4096, "bf16", "b256-t256-v16-reg-lk"),
+        (32768, 2048, "bf16", "b128-t128-v16-reg-lk-m1"),
+        (32768, 1 << 20, "bf16", "b1024-t1024-v16-2p-ss"),
+    ],
+)
+def test_wide_rows_are_shared_on_sm_90(rows: int, cols: int, dtype: str, slug: str) -> None:
+    assert default_config(Problem.forward(rows, cols, dtype), SM_90) == Config.parse(slug)
+
+
+def test_a_wide_weight_keeps_a_row_of_32_kib_in_one_block() -> None:
+    for cols in (8192, 16384):
+        wide = Problem.forward(32768, cols, "bf16", weight_dtype="fp32")
+        assert default_config(wide, SM_90) == Config.parse("b256-t256-v16-reg-lk")
+        few = replace(wide, rows=8)
+        assert default_config(few, SM_90).blocks_per_row > 1
+
+
+def test_no_shared_row_has_a_block_with_nothing_to_do() -> None:
+    """Nor is a row shared that a block of 256 threads keeps in two vectors a lane."""
+    shared = 0
+    for problem in problems("forward"):
+        config = default_config(problem, SM_90)
+        vectors = problem.cols * problem.element_bytes // 16
+        if config.blocks_per_row > 1:
+            shared += 1
+            assert vectors > (config.blocks_per_row - 1) * config.block
+            assert vectors > 512
+            assert config.vec == 16
+            assert config.path == "registers"
+    assert shared > 50
+
+
+@pytest.mark.parametrize(
+    ("cols", "alignment"), [(8193, 16), (8196, 16), (65537, 16), (16384, 8), (65536, 2)]
+)
+def test_rows_without_vectors_of_16_bytes_are_not_shared_on_sm_90(
+    cols: int, alignment: int
+) -> None:
+    for rows in (1, 8, 4096):
+        problem = Problem.forward(rows, cols, "bf16", alignment=alignment)
+        config = default_config(problem, SM_90)
+        assert config.blocks_per_row == 1
+        assert config.vec == problem.widest_vec < 16
+
+
+def test_other_cuda_devices_share_no_rows() -> None:
+    old = replace(SM_90, arch="sm_80")
+    for problem in problems("forward"):
+        assert default_config(problem, old).blocks_per_row == 1
+
+
+# ---- sm_90: paced rings --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype", "slug"),
+    [
+        (32768, 8192, "bf16", "b512-t512-v16-lds3bp-lk-ss-p1"),
+        (32768, 4096, "bf16", "b512-t256-v16-lds3bp-lk-ss-p1"),
+        (32768, 8192, "fp32", "b1024-t1024-v16-lds3bp-lk-ss-p1"),
+        (8192, 16384, "bf16", "b512-t512-v16-lds3brp-lk-ss-p1"),
+        (32768, 28672, "bf16", "b512-t512-v16-lds2brp-lk-ss-p1"),
+        (4096, 8192, "bf16", "b512-t512-v16-lds3b-lk-ss-p1"),  # 32 steps
+        (32768, 256, "bf16", "b128-t32-v16-lds2b-lk-ss-p8"),  # many programs
+        (100, 8192, "bf16", "b512-t512-v16-reg-p1"),  # no second row
+    ],
+)
+def test_long_backward_problems_are_paced_on_sm_90(
+    rows: int, cols: int, dtype: str, slug: str
+) -> None:
+    assert default_config(Problem.backward(rows, cols, dtype), SM_90) == Config.parse(slug)
+
+
+def test_programs_are_paced_from_48_steps_on() -> None:
+    for cols, rows_per_step in ((4096, 2 * 132), (8192, 132), (16384, 132)):
+        for steps in (PACED_STEPS - 1, PACED_STEPS):
+            config = default_config(Problem.backward(steps * rows_per_step, cols, "bf16"), SM_90)
+            assert config.paced == (steps == PACED_STEPS), (cols, config)
+
+
+def test_what_is_paced_is_one_program_of_bulk_copies_with_steps_enough() -> None:
+    paced = 0
+    for problem in problems("backward"):
+        config = default_config(problem, SM_90)
+        assert config.bulk == (config.path == "lds")
+        if config.paced:
+            paced += 1
+            assert config.bulk
+            assert config.programs == 1
+            programs = grid_programs(problem, config, SM_90)
+            assert -(-problem.rows // (config.rows_per_block * programs)) >= PACED_STEPS
+    assert paced > 20
+
+
+@pytest.mark.parametrize(("cols", "alignment"), [(4097, 16), (4100, 16), (4096, 8), (16384, 4)])
+def test_rows_without_vectors_of_16_bytes_have_no_bulk_ring(cols: int, alignment: int) -> None:
+    for rows in (1, 133, 4096, 32768):
+        problem = Problem.backward(rows, cols, "bf16", alignment=alignment)
+        config = default_config(problem, SM_90)
+        assert not config.bulk
+        assert not config.paced
+        assert config.vec == problem.widest_vec < 16
+
+
+# ---- AMD -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [GFX950, GFX942], ids=lambda it: it.arch)
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_amd_gets_no_knob_of_cuda(op: str, device: DeviceSpec) -> None:
+    for problem in problems(op):
+        config = default_config(problem, device)
+        assert not config.bulk
+        assert not config.paced
+        assert config.min_blocks == 0
+        assert "keep" not in (config.load_policy, config.store_policy)
+        assert reject_reason(problem, device, config) is None
+
+
+def test_amd_shares_rows_that_are_wide_and_very_few() -> None:
+    for problem in problems("forward"):
+        config = default_config(problem, GFX950)
+        vectors = problem.cols * problem.element_bytes // problem.widest_vec
+        shared = Config(block=256, threads_per_row=2048, vec=problem.widest_vec)
+        wanted = problem.rows * 8 <= 256 and vectors >= 4096
+        if wanted and reject_reason(problem, GFX950, shared) is None:
+            assert config == shared
+        else:
+            assert config.blocks_per_row == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_every_device_serves_every_width(dtype: str) -> None:
+    for device, make in itertools.product(
+        (*KNOWN.values(), *SIMULATED.values()), (Problem.forward, Problem.backward)
+    ):
+        for rows, cols in itertools.product((1, 5, 4096), WIDTHS):
+            problem = make(rows, cols, dtype)
+            config = default_config(problem, device)
+            assert reject_reason(problem, device, config) is None
