@@ -108,8 +108,8 @@ def test_every_kernel_builds_without_a_warning(problem: Problem, slug: str | Non
     for instruction in ("mapa.shared::cluster", "st.async.shared::cluster", "barrier.cluster"):
         assert (instruction in ptx) == (blocks > 1)
     assert ("mbarrier.try_wait" in ptx) == (blocks > 1 or config.bulk)
-    for instruction in ("red.relaxed.gpu.global.add.u32", "nanosleep.u32"):
-        assert (instruction in ptx) == config.paced
+    assert ("nanosleep.u32" in ptx) == config.paced
+    assert ("atom.global.add.u32" in ptx) == (config.paced or config.finish == "last_block")
 
 
 def test_blocks_of_a_cluster_meet_before_they_store_and_wait_for_all_bytes() -> None:
@@ -117,7 +117,7 @@ def test_blocks_of_a_cluster_meet_before_they_store_and_wait_for_all_bytes() -> 
     problem = Problem.forward(8192, 16384, "bf16")
     ptx, _ = compile_ptx(render(problem, config, SM_90))
     order = ["mbarrier.init", "fence.mbarrier_init.release.cluster", "mbarrier.arrive.expect_tx",
-             "barrier.cluster.arrive.relaxed.aligned", "ld.global", "barrier.cluster.wait.aligned",
+             "barrier.cluster.arrive.relaxed.aligned", "ld.global", "barrier.cluster.wait.acquire.aligned",
              "st.async", "mbarrier.try_wait", "st.global"]  # fmt: skip
     places = [ptx.index(instruction) for instruction in order]
     assert places == sorted(places)

@@ -160,7 +160,7 @@ FAULTS = {
     # whoever has ended too early is missed by those that come after it
     "CUDA: the bytes of one block too few": Fault(
         32, "4 * RR_ROW_BLOCKS);", "4 * (RR_ROW_BLOCKS - 1));",
-        r"block \d of the cluster may not run",
+        r"block \d of the cluster has ended",
     ),
     "CUDA: the bytes of one block too many": Fault(
         32, "4 * RR_ROW_BLOCKS);", "4 * (RR_ROW_BLOCKS + 1));",
@@ -175,7 +175,7 @@ FAULTS = {
     ),
     "CUDA: all sums in one place": Fault(32, STORE, STORE.replace("sums + part", "sums"), NAN),
     "CUDA: no wait for the sums": Fault(
-        32, "    barrier_wait(arrived, 0);\n", "", r"block \d of the cluster may not run"
+        32, "    barrier_wait(arrived, 0);\n", "", r"block \d of the cluster has ended"
     ),
     "CUDA: parts from 1": Fault(
         32, "blockIdx.x % RR_ROW_BLOCKS;", "blockIdx.x % RR_ROW_BLOCKS + 1;",
@@ -201,9 +201,10 @@ FAULTS = {
     ),
     "AMD: lanes of the next part": Fault(64, *LANES, NAN),
     "AMD: the same part for all": Fault(64, "part = number % RR_ROW_BLOCKS;", "part = 0;", NAN),
-    "AMD: a number for all": Fault(64, "atomicAdd(started, 1u)", "*started", NO_WORD),
+    "AMD: a number for all": Fault(64, "*shared = atomicAdd(", "*shared = *(", NO_WORD),
     "AMD: no barrier after the sum": Fault(
-        64, "    __syncthreads();\n    return *total;", "    return *total;", WRONG, *SEVERAL_WAVES
+        64, "    __syncthreads();\n    return exchange[1];", "    return exchange[1];", WRONG,
+        *SEVERAL_WAVES,
     ),
     "AMD: words that are not cleared": Fault(64, "words[at] = 0", "words[count - 1] = 0", NAN),
     "AMD: the last word is not cleared": Fault(
@@ -246,3 +247,11 @@ def test_a_count_that_is_not_cleared_shows(order: Order, new: str) -> None:
             continue
         with pytest.raises(SimulatorError, match=r"no word for lane 0|store outside a buffer"):
             outputs(one_row, B64_T256, wrong, before)
+
+
+def test_blocks_of_amd_that_go_by_their_index_wait_for_ever_where_starts_are_scattered() -> None:
+    fault = Fault(
+        64, "= atomicAdd((u32*)(row_words + rows * RR_ROW_BLOCKS), 1u);", "= blockIdx.x;", ""
+    )
+    said = judged(fault.problem, fault.slug, with_fault(fault, "shuffle"))
+    assert re.search(NO_WORD, said), said

@@ -29,6 +29,11 @@ NOTHING = 0xFFFFFFFF  # what LDS begins as
 
 each_order = pytest.mark.parametrize("order", ORDERS)
 each_wave = pytest.mark.parametrize("wave", [64, 32])
+#: in which blocks start by their index: AMD's are scattered where waves are shuffled
+each_order_by_index = pytest.mark.parametrize(
+    ("wave", "order"),
+    [(wave, order) for wave in (64, 32) for order in ORDERS if (wave, order) != (64, "shuffle")],
+)
 
 
 def resident(blocks: int, body: str, parameters: str, defines: Defines = ()) -> Source:
@@ -95,8 +100,7 @@ def check_sums(backend: CpuBackend, source: Source, rows: int, *more: np.ndarray
 
 @pytest.mark.parametrize("defines", [(), PORTABLE], ids=["assembly", "portable"])
 @each_compiler
-@each_order
-@each_wave
+@each_order_by_index
 def test_blocks_of_a_row_exchange_their_sums(
     wave: int, order: Order, command: tuple[str, ...], defines: Defines
 ) -> None:
@@ -105,8 +109,7 @@ def test_blocks_of_a_row_exchange_their_sums(
     np.testing.assert_array_equal(index, np.arange(3 * BLOCKS))
 
 
-@each_order
-@each_wave
+@each_order_by_index
 @pytest.mark.parametrize("slots", [BLOCKS, BLOCKS + 1, 2 * BLOCKS])
 def test_many_rows_and_room_for_more_than_one(slots: int, wave: int, order: Order) -> None:
     backend = CpuBackend(wave, order=order)
@@ -121,7 +124,15 @@ def test_a_ticket_may_take_the_place_of_the_block_index(wave: int, order: Order)
     tickets = words(1)
     index = check_sums(CpuBackend(wave, order=order), source, 50, tickets)
     assert tickets[0] == 50 * BLOCKS
-    np.testing.assert_array_equal(index, np.arange(50 * BLOCKS))
+    in_order = np.array_equal(index, np.arange(50 * BLOCKS))
+    assert in_order == ((wave, order) != (64, "shuffle"))
+    np.testing.assert_array_equal(np.sort(index), np.arange(50 * BLOCKS))
+
+
+def test_blocks_of_amd_that_go_by_their_index_may_wait_for_ever() -> None:
+    source = resident(BLOCKS, EXCHANGE, PARAMETERS)
+    with pytest.raises(SimulatorError, match="deadlock: no wave can go on"):
+        check_sums(CpuBackend(64, order="shuffle"), source, 50)
 
 
 @each_order
@@ -216,7 +227,7 @@ LDS = """
 LDS_PARAMETERS = "unsigned* out, unsigned long long* words, unsigned bytes"
 
 
-@each_order
+@pytest.mark.parametrize("order", ORDERS[:2])
 @pytest.mark.parametrize("lds_bytes", [0, 101, 256, 16384])
 def test_slots_have_an_lds_each_that_starts_as_nan(lds_bytes: int, order: Order) -> None:
     backend, out = CpuBackend(64, order=order), words(3)
@@ -293,8 +304,7 @@ def deadlock(lane: int, grid: int, started: int, resident: int, slots: int, bloc
 
 @pytest.mark.parametrize("defines", [(), PORTABLE], ids=["assembly", "portable"])
 @each_compiler
-@each_order
-@each_wave
+@each_order_by_index
 def test_a_block_that_publishes_nothing(
     wave: int, order: Order, command: tuple[str, ...], defines: Defines
 ) -> None:

@@ -77,6 +77,7 @@ class _Request(ctypes.Structure):
         ("grid", ctypes.c_uint32),
         ("block", ctypes.c_uint32),
         ("lds_stride", ctypes.c_uint32),
+        ("scattered", ctypes.c_uint32),
         ("land_late", ctypes.c_uint32),
         ("fault_line", ctypes.c_uint32),
         ("fault_block", ctypes.c_uint32),
@@ -135,7 +136,7 @@ class CpuBackend:
     Args:
         wave: lanes of a wave, 64 or 32.
         order: in which the waves of a block, and the lanes of a wave, take their turns between
-            barriers. "shuffle" draws a new order for each launch.
+            barriers. "shuffle" draws a new one for each launch, and scatters AMD's blocks.
         landing: when asynchronous copies to LDS land: at their "issue", or at the last moment that
             the "wait" for them allows.
         seed: of "shuffle".
@@ -227,6 +228,7 @@ class CpuBackend:
             grid=grid,
             block=block,
             lds_stride=lds_stride,
+            scattered=self._order == "shuffle" and self.device.dialect == "amd",
             land_late=self.landing == "wait",
         )
         with _MACHINE.lock:

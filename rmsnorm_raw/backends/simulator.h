@@ -113,6 +113,7 @@ struct Launch {
   const char* args;    // the kernel's arguments, 8 bytes each
   u32 guard_bytes, lds_bytes, grid, block;
   u32 lds_stride;  // from the LDS of a slot to that of the next one, both guards included
+  u32 scattered;   // blocks that wait for each other start half a grid apart, and not in their order
   u32 land_late;  // asynchronous copies land when they are waited for, and not when they are issued
   u32 fault_line, fault_block;
   char fault[256];  // empty: no fault
@@ -267,12 +268,11 @@ static bool run_block(Block* block) {
   return no_copy_in_flight() && guard_holds((int)launch->lds_bytes) && guard_holds(-(int)launch->guard_bytes);
 }
 
-// Blocks that wait for each other are a cluster on CUDA, and start in the order of their index. AMD promises
-// no order: where that of the threads is not the natural one, blocks start half a grid apart.
+// AMD promises no order of blocks.
 static u32 common_factor(u32 a, u32 b) { return b ? common_factor(b, a % b) : a; }
 static u32 next_block() {
   const u32 place = started++;
-  if (SLOTS == 1 || WAVE == 32 || launch->threads[0] == 0) return place;
+  if (SLOTS == 1 || !launch->scattered) return place;
   u32 stride = launch->grid / 2 + 1;
   while (common_factor(stride, launch->grid) != 1) ++stride;  // so that every block has its turn
   return (u32)((u64)place * stride % launch->grid);

@@ -368,7 +368,7 @@ static void barrier_wait(u64* address, u32 parity, u32 line) {
   ++waits_ended;
 }
 
-// A cluster: SLOTS blocks side by side in the grid. Its barrier comes in halves and orders no memory.
+// A cluster: SLOTS blocks side by side in the grid. Its barrier comes in halves.
 static Block* of_cluster(u32 rank) {
   const u32 index = current->index / SLOTS * SLOTS + rank;
   for (Block& block : blocks)
@@ -407,6 +407,8 @@ static char* in_block(const void* own, u32 bytes, u32 rank, u32 line) {
   require_aligned(own, bytes, line);
   if (rank >= SLOTS) fail(line, "block %u of a cluster of %u", rank, SLOTS);
   Block* other = of_cluster(rank);
+  if (!other && current->index / SLOTS * SLOTS + rank < started)
+    fail(line, "block %u of the cluster has ended, and its LDS with it", rank);
   if (!other) fail(line, "block %u of the cluster may not run: wait for the cluster first", rank);
   return other->lds + ((const char*)own - current->lds);
 }
