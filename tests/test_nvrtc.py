@@ -117,8 +117,9 @@ def test_blocks_of_a_cluster_meet_before_they_store_and_wait_for_all_bytes() -> 
     problem = Problem.forward(8192, 16384, "bf16")
     ptx, _ = compile_ptx(render(problem, config, SM_90))
     order = ["mbarrier.init", "fence.mbarrier_init.release.cluster", "mbarrier.arrive.expect_tx",
-             "barrier.cluster.arrive.relaxed.aligned", "ld.global", "barrier.cluster.wait.acquire.aligned",
-             "st.async", "mbarrier.try_wait", "st.global"]  # fmt: skip
+             "barrier.cluster.arrive.relaxed.aligned", "ld.global",
+             "barrier.cluster.wait.acquire.aligned", "st.async", "mbarrier.try_wait",
+             "st.global"]  # fmt: skip
     places = [ptx.index(instruction) for instruction in order]
     assert places == sorted(places)
     (register,) = re.findall(r"expect_tx.* (%r\d+);", ptx)

@@ -145,6 +145,7 @@ PUBLISH = "if (threadIdx.x == 0) publish_word(words + part, 1ull << 32 | as_bits
 WRONG = r"y\[\d+, \d+\] is "
 NAN = r"y\[\d+, \d+\] is nan"
 NO_WORD = r"deadlock: no wave can go on \(no word for lane \d+"
+COUNT = "*shared = atomicAdd((u32*)(row_words + rows * RR_ROW_BLOCKS), 1u);"
 FAULTS = {
     "CUDA: no wait before the first store": Fault(
         32, READY, "", r"block \d of the cluster may not run: wait for the cluster first"
@@ -201,7 +202,9 @@ FAULTS = {
     ),
     "AMD: lanes of the next part": Fault(64, *LANES, NAN),
     "AMD: the same part for all": Fault(64, "part = number % RR_ROW_BLOCKS;", "part = 0;", NAN),
-    "AMD: a number for all": Fault(64, "*shared = atomicAdd(", "*shared = *(", NO_WORD),
+    "AMD: a number for all": Fault(
+        64, COUNT, "*shared = *(u32*)(row_words + rows * RR_ROW_BLOCKS);", NO_WORD
+    ),
     "AMD: no barrier after the sum": Fault(
         64, "    __syncthreads();\n    return exchange[1];", "    return exchange[1];", WRONG,
         *SEVERAL_WAVES,
@@ -250,8 +253,6 @@ def test_a_count_that_is_not_cleared_shows(order: Order, new: str) -> None:
 
 
 def test_blocks_of_amd_that_go_by_their_index_wait_for_ever_where_starts_are_scattered() -> None:
-    fault = Fault(
-        64, "= atomicAdd((u32*)(row_words + rows * RR_ROW_BLOCKS), 1u);", "= blockIdx.x;", ""
-    )
+    fault = Fault(64, COUNT, "*shared = blockIdx.x;", NO_WORD)
     said = judged(fault.problem, fault.slug, with_fault(fault, "shuffle"))
     assert re.search(NO_WORD, said), said
