@@ -101,6 +101,7 @@ def test_the_package_carries_its_data_files() -> None:
         "py.typed",
         "backends/simulator.h",
         "backends/simulator_leaves.h",
+        "backends/simulator_barriers.h",
         "study/archive/hopper_quack_cells.csv",
         "study/archive/mi355x_published.csv",
         "study/archive/quack_searched.json",

@@ -1,6 +1,6 @@
 """The ``cpu`` backend: kernels compiled by a C++ compiler and run by the strict simulator.
 
-The simulated machine is in ``simulator.h``, what the kernels use of it in ``simulator_leaves.h``.
+The simulated machine is in ``simulator.h``, what kernels use of it in the headers beside it.
 This module has kernels built for it, launches them, and turns the faults that it finds into
 :class:`SimulatorError`. Its times mean nothing.
 """

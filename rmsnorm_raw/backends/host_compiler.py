@@ -35,7 +35,7 @@ _FLAGS = (
     "-fno-math-errno", "-g0", "-fdiagnostics-color=never", "-nostdlib",
 )  # fmt: skip
 _LIBRARIES = ("-lm", "-lc")
-_SIMULATOR = ("simulator.h", "simulator_leaves.h")
+_SIMULATOR = ("simulator.h", "simulator_leaves.h", "simulator_barriers.h")
 
 
 class HostObject(NamedTuple):

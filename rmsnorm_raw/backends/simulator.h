@@ -8,8 +8,8 @@
 // host chooses: a value that passes between waves without a barrier is missing in one order or another.
 //
 // Blocks run one after another. Where the source defines RR_ROW_BLOCKS, as many of them may be resident at
-// a time: the next one starts when all that are resident wait for words of others (rr_sim_await). It starts
-// no earlier, so that a word that is read without a wait is missing.
+// a time: the next one starts when all that are resident wait for others, at a word, an mbarrier or their
+// cluster's barrier. It starts no earlier, so that what is read without a wait is missing.
 //
 // Faults, each with its line: a barrier or a wave operation that part of a wave or block misses, a lane
 // number outside the wave, a store just outside LDS, a wait that no wave can end. LDS starts as NaN. A place
