@@ -64,25 +64,48 @@ def chunks(problem: Problem, config: Config) -> int:
     return -(-problem.cols // (config.threads_per_row * elements(problem, config)))
 
 
-def lane_registers(problem: Problem, config: Config) -> int:
+def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """An estimate of the 32-bit registers a lane needs without spilling.
 
     The built kernel has the last word. Fitted to NVRTC 13.5 at 8 to 32 bf16 elements a lane, which
     converts the rows of backward to fp32 once and holds them over the reduction; forward's and the
-    weights stay packed.
+    weights stay packed. For hiprtc see :func:`_held_by_hiprtc`.
     """
     each = elements(problem, config)
     packed = max(1, config.vec // 4)
     weight = max(1, each * problem.weight_bytes // 4) if problem.weight_bytes else 0
+    tensors = 1 if problem.op == "forward" else 2
     if config.path == "two_pass":
-        tensors = 1 if problem.op == "forward" else 2
         return OVERHEAD_REGISTERS + TILE_CHUNKS * tensors * packed + weight + each
+    if device.dialect == "amd" and (problem.op == "backward" or config.path != "registers"):
+        return OVERHEAD_REGISTERS + chunks(problem, config) * _held_by_hiprtc(problem, config)
     held = 0 if config.reread else packed if problem.op == "forward" else 2 * each
-    next_row = packed if problem.op == "forward" else 2 * packed
     if problem.op == "backward":
         held += each * problem.need_dweight
-    chunk = held + weight + (next_row if config.path == "pingpong" else 0)
+    chunk = held + weight + (tensors * packed if config.path == "pingpong" else 0)
     return OVERHEAD_REGISTERS + chunks(problem, config) * chunk
+
+
+def _held_by_hiprtc(problem: Problem, config: Config) -> int:
+    """Registers of one chunk of a persistent grid, by ROCm 7.0.0's and 7.2.4's code for gfx950.
+
+    The rows, the weight and dW are in fp32 at once, dout beside its product with the weight where
+    dW wants it too, and a chunk has an address. What is too much for a lane moves through
+    accumulation registers all along, or goes to scratch.
+    """
+    each, tensors = elements(problem, config), 1 if problem.op == "forward" else 2
+    packed = tensors * max(1, config.vec // 4)
+    dweight = problem.op == "backward" and problem.need_dweight
+    weighted = problem.weight_bytes > 0 and (problem.op == "forward" or problem.need_dx)
+    held = 1 + each * (weighted + dweight)
+    if config.reread:  # all of the rows is read from the ring before any of it is worked on
+        return held + packed
+    held += each * (tensors + (weighted and dweight))
+    if config.path == "pingpong":  # the next row; a weight stays packed, too
+        held += packed + (each // 2 if weighted and problem.weight_bytes == 2 else 0)
+        # stores of a row alone in its block have no condition: the next row is worked on with them
+        held += 2 * each * (weighted and dweight and config.rows_per_block == 1)
+    return held
 
 
 def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str, int]:
@@ -309,7 +332,7 @@ def _reject_registers(problem: Problem, device: DeviceSpec, config: Config) -> s
     if device.dialect == "amd" and config.waves_per_eu:
         resident = max(1, config.waves_per_eu * 4 * device.wave // config.block)
     have = device.registers_per_lane(config.block, resident)
-    need = lane_registers(problem, config)
+    need = lane_registers(problem, config, device)
     if need > have:
         return f"about {need} registers a lane, and {resident} x {config.block} lanes leave {have}"
     return None

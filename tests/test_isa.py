@@ -181,6 +181,14 @@ def test_a_kernel_without_a_loop_has_no_row_loop() -> None:
     assert find_row_loop(code(LOAD, "s_cbranch_execz @3", STORE, "s_endpgm")) == ()
 
 
+def test_a_loop_that_asks_for_a_word_is_no_row_loop() -> None:
+    ask = ("global_load_dwordx2 v[0:1], v[2:3], off sc1", wait(0), "s_cbranch_execnz @1")
+    body = code(LOAD, *ask, wait(0), STORE, "s_endpgm")
+    assert [offsets(each) for each in loops(body)] == [[1, 2, 3]]
+    assert find_row_loop(body) == ()
+    assert [each.agent_scope for each in body[:2]] == [False, True]
+
+
 def test_a_loop_entered_in_its_middle_begins_there() -> None:
     # as hiprtc 7 lays out the backward kernel: stores on top, loads below, entered at the loads
     body = code("s_branch @4", wait(0), STORE, "s_cbranch_vccz @6", LOAD, "s_branch @1", "s_endpgm")

@@ -150,6 +150,12 @@ REFUSED = [
     (WIDE, SM_90, "b256-p2", "leave programs out"),
     (WIDE_BACKWARD, SM_90, "b256", "the grid is persistent"),
     (WIDE_BACKWARD, SM_90, "b1024-p4", "cannot share a compute unit"),
+    (WIDE_BACKWARD, GFX950, "b128-lds2-p1", "about 356 registers a lane.* leave 256"),
+    (WIDE_BACKWARD, GFX950, "b128-t64-lds2r-p1", "about 428 registers a lane"),
+    (WIDE_BACKWARD, GFX950, "b256-pp-p1", "about 304 registers a lane"),
+    (WIDE_BACKWARD, GFX950, "b1024-t512-pp-p1", "about 134 registers a lane.* leave 128"),
+    (WIDE_BACKWARD, GFX950, "b128-reg-w2-p1", "about 356 registers a lane"),
+    (Problem.forward(8, 32768, "fp16"), GFX950, "b256-pp-p2", "about 428 registers a lane"),
     (WIDE_BACKWARD, SM_90, "b64-t8-v16-p1", "registers a lane"),
     (Problem.forward(8, 262144, "fp16"), SM_90, "b1024", "registers a lane"),
 ]

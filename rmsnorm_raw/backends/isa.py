@@ -72,6 +72,16 @@ class Instruction(NamedTuple):
         return Access(found["space"], kind, size_bytes, to_lds, "nt" in words)
 
     @property
+    def agent_scope(self) -> bool:
+        """Whether it reads or writes past what one die caches: it carries the ``sc1`` bit.
+
+        That is what makes a load or a store an atomic one of agent scope; for an atomic that
+        returns a value, as for a number that blocks take, agent scope is no bit at all (LLVM,
+        AMDGPU usage guide, memory model of gfx942).
+        """
+        return "sc1" in self.text.split()
+
+    @property
     def vmcnt(self) -> int | None:
         """The operations that an ``s_waitcnt`` lets stay in flight; None if it waits for none."""
         found = _COUNT.match(self.text)
@@ -306,9 +316,13 @@ def find_row_loop(instructions: Sequence[Instruction]) -> tuple[Instruction, ...
 
     It is an innermost loop with loads or copies to LDS. Where such loops are several, one that
     stores outputs goes first, and then the one that loads the most: a remainder loop loads less
-    than the unrolled one before it.
+    than the unrolled one before it. A loop that only asks for another block's word is none.
     """
-    loading = [body for body in loops(instructions) if any(map(_load_bytes, body))]
+    loading = [
+        body
+        for body in loops(instructions)
+        if any(_load_bytes(each) and not each.agent_scope for each in body)
+    ]
     inner = [body for body in loading if not any(set(one) < set(body) for one in loading)]
 
     def rank(body: tuple[Instruction, ...]) -> tuple[bool, int]:

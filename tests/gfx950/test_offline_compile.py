@@ -54,7 +54,8 @@ def test_the_ladder_compiles_to_what_its_knobs_say(
         assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
         assert kernel.lds_bytes == 0  # all of it is given at the launch
         assert "ds_bpermute_b32" not in kernel.mix
-        assert kernel.bytes_before_first_wait > 0
+        # only what clears the words of shared rows loads nothing
+        assert (kernel.bytes_before_first_wait > 0) == (kernel.name != "rmsnorm_forward_clear")
         assert kernel.occupancy(kernel.max_flat_workgroup_size).waves_per_simd >= 1
     rows = rows_kernel(code)
     assert rows.max_flat_workgroup_size == config.block

@@ -20,7 +20,7 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
-from rmsnorm_raw.space import chunks
+from rmsnorm_raw.space import chunks, enumerate_configs, reject_reason
 
 pytestmark = pytest.mark.gfx950
 
@@ -93,6 +93,40 @@ def test_nothing_is_spilled(problem: Problem, slug: str | None, libraries: Path)
         assert kernel.agpr == 0
     if config.path in ("pingpong", "lds"):
         assert rows_kernel(code).row_loop()
+
+
+def spills(kernel: KernelReport) -> bool:
+    """Whether values move through accumulation registers or through memory."""
+    return bool(kernel.agpr or kernel.vgpr_spills or kernel.scratch_bytes)
+
+
+def test_what_the_space_keeps_to_overlap_rows_does_not_spill(libraries: Path) -> None:
+    kept = enumerate_configs(WIDE_BACKWARD, KNOWN["gfx950"]).kept
+    # neither policies nor stages nor programs change what a lane keeps: one of each other kind
+    kinds = {(it.block, it.threads_per_row, it.path, it.reread): it for it in kept[::-1]}
+    slugs = [it.slug for it in kinds.values() if it.path in ("pingpong", "lds")]
+    assert len(slugs) >= 12
+    assert [
+        slug
+        for slug in slugs
+        if spills(rows_kernel(compiled(WIDE_BACKWARD, "gfx950", libraries, slug)[1]))
+    ] == []
+
+
+@pytest.mark.parametrize(
+    "slug",
+    [
+        "b128-lds2-p1", "b256-t128-lds2-p1", "b128-t64-lds2r-p1", "b256-pp-p1", "b1024-t512-pp-p1",
+        "b128-reg-p1", "b128-reg-w2-p1", "b512-t128-reg-p1",
+    ],
+)  # fmt: skip
+def test_what_the_space_refuses_for_its_registers_spills(
+    slug: str, libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = reject_reason(WIDE_BACKWARD, KNOWN["gfx950"], Config.parse(slug))
+    assert "registers a lane" in (reason or "")
+    monkeypatch.setattr("rmsnorm_raw.source.require_fit", lambda *_: None)
+    assert spills(rows_kernel(compiled(WIDE_BACKWARD, "gfx950", libraries, slug)[1]))
 
 
 @pytest.mark.parametrize("policy", ["ls", "ss"])
