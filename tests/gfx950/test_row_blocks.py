@@ -113,6 +113,7 @@ def test_blocks_of_a_row_meet_by_words(
 STORE = "__hip_atomic_store(to, word, __ATOMIC_{}, __HIP_MEMORY_SCOPE_{});"
 LOAD = "__hip_atomic_load(from, __ATOMIC_{}, __HIP_MEMORY_SCOPE_{});"
 RELAXED = ("RELAXED", "AGENT")
+COUNT = "row_words + rows * RR_ROW_BLOCKS"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ RELAXED = ("RELAXED", "AGENT")
         (STORE.format(*RELAXED), STORE.format("RELEASE", "AGENT"), r"vmcnt\(0\).* waits for"),
         (LOAD.format(*RELAXED), LOAD.format("RELAXED", "WORKGROUP"), "words go by"),
         (LOAD.format(*RELAXED), LOAD.format("ACQUIRE", "AGENT"), "buffer_inv.* orders memory"),
-        ("atomicAdd(started, 1u)", "(*started)++", r"the number is taken by \[\]"),
+        (f"*shared = atomicAdd((u32*)({COUNT}), 1u);", f"*shared = (*(u32*)({COUNT}))++;",
+         r"the number is taken by \[\]"),
         ("load_early();\n  loads_first();", "load_early();\n  after_loads(early);", "waits for"),
     ],
     ids=[

@@ -31,6 +31,10 @@ extern "C" __global__ void RR_CLUSTER RR_BOUNDS rmsnorm_forward(
   RR_LDS(lds);
   const u32 cols = RR_COLS ? RR_COLS : run_time_cols;
   const u32 vectors = cols / RR_ELEMENTS;
+#if RR_AMD && !defined(RR_SIMULATOR)
+  // hiprtc would load these arguments where they are used, one by one after a barrier
+  asm volatile("" ::"s"(x), "s"(x_stride), "s"(y), "s"(y_stride), "s"(rstd), "s"(eps));
+#endif
 #if RR_ROW_BLOCKS > 1
   RowBlocks blocks;
   const i64 first = blocks.open(words, rows, lds + 4 * BLOCK_WAVES);
@@ -38,10 +42,6 @@ extern "C" __global__ void RR_CLUSTER RR_BOUNDS rmsnorm_forward(
 #else
   const u32 lane = threadIdx.x % RR_THREADS_PER_ROW, slot = threadIdx.x / RR_THREADS_PER_ROW;
   const i64 first = (i64)blockIdx.x * BLOCK_ROWS;  // of the block's rows, one a slot
-#endif
-#if RR_AMD && !defined(RR_SIMULATOR)
-  // hiprtc would load these arguments where they are used, one by one after the barrier
-  asm volatile("" ::"s"(y), "s"(y_stride), "s"(rstd), "s"(eps));
 #endif
 
   // rstd of a row, from what this lane has added up
