@@ -250,6 +250,10 @@ def _text(key: Key) -> str:
 
 def main(folders: list[str], say: Callable[[str], object] = print) -> int:
     """Print every finding and those that fail once more; the exit code."""
+    for folder in folders:
+        if not (Path(folder) / "perf.csv").is_file():
+            say(f"{folder} has no perf.csv: give the folder that pytest perf --out wrote")
+            return 2
     first, *again = (load(Path(folder)) for folder in folders)
     if first.facts["simulated"]:
         say("the run is simulated: its times mean nothing, and no bar is held to them")

@@ -19,7 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit("perf.steady runs GEMMs in torch: pip install torch")
 
 from rmsnorm_raw import bandwidth, environment, ops
 from rmsnorm_raw.backends import Backend, get_backend
@@ -95,6 +98,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results/steady"))
     out: Path = parser.parse_args().out
     backend = get_backend()
+    if backend.device.simulated:
+        sys.exit("perf.steady needs a GPU: what the simulator takes says nothing about speed")
     out.mkdir(parents=True, exist_ok=True)
     opening = bandwidth.roofline(backend)
     print(opening)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -137,6 +138,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results/techniques"))
     out: Path = parser.parse_args().out
     backend = get_backend()
+    if backend.device.simulated:
+        sys.exit("perf.techniques needs a GPU: what the simulator takes says nothing about speed")
     out.mkdir(parents=True, exist_ok=True)
     environment.write(out / "environment.json", {"command": "python -m perf.techniques"})
     rows = []

@@ -114,7 +114,7 @@ class Reading:
         return self.samples.gbps(self.moved_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Roofline:
     """The three probes of one device at one time.
 
@@ -182,6 +182,8 @@ class Roofline:
                 f"{reading.variant.slug}"
             )
         return "\n".join(lines)
+
+    __repr__ = __str__  # for the REPL
 
 
 def roofline(backend: Backend, *, buffer_bytes: int | None = None, stream: int = 0) -> Roofline:

@@ -7,6 +7,7 @@ Which values fit a problem is decided in :mod:`rmsnorm_raw.space`, and the defau
 from __future__ import annotations
 
 import difflib
+import numbers
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,21 +73,26 @@ class Config:
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise InvalidConfig(f"{name}={value!r}", f"is not one of {', '.join(choices)}")
-        for name in _NUMBERS.values():
-            if not isinstance(value := getattr(self, name), int) or value < 0:
+        for name in (*_NUMBERS.values(), "stages"):
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
                 raise InvalidConfig(f"{name}={value!r}", "is not a whole number of 0 or more")
+            object.__setattr__(self, name, int(value))
+        for name in ("bulk", "reread", "paced"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidConfig(f"{name}={value!r}", "is not True or False")
         if not self.threads_per_row:
             object.__setattr__(self, "threads_per_row", self.block)
 
     @property
     def rows_per_block(self) -> int:
         """Rows that a block works on at a time."""
-        return max(1, self.block // self.threads_per_row)
+        return max(1, self.block // max(1, self.threads_per_row))
 
     @property
     def blocks_per_row(self) -> int:
         """Blocks that share a row; 1 unless ``threads_per_row`` is more than ``block``."""
-        return max(1, self.threads_per_row // self.block)
+        return max(1, self.threads_per_row // max(1, self.block))
 
     @property
     def slug(self) -> str:
@@ -162,7 +168,7 @@ def _knob(part: str) -> dict[str, object] | None:
         return {"path": _PATHS[part]}
     if part in _FINISHES:
         return {"finish": _FINISHES[part]}
-    if ring := re.fullmatch(r"lds(\d+)(b?)(r?)(p?)", part):
+    if ring := re.fullmatch(r"lds([0-9])(b?)(r?)(p?)", part):
         return {
             "path": "lds", "stages": int(ring[1]), "bulk": bool(ring[2]),
             "reread": bool(ring[3]), "paced": bool(ring[4]),
@@ -170,7 +176,7 @@ def _knob(part: str) -> dict[str, object] | None:
     if policy := re.fullmatch(r"([ls])([ks])", part):
         field = "load_policy" if policy[1] == "l" else "store_policy"
         return {field: _POLICIES[policy[2]]}
-    if (number := re.fullmatch(r"([btvwmp])(\d{1,5})", part)) and int(number[2]) > 0:
+    if (number := re.fullmatch(r"([btvwmp])([0-9]{1,5})", part)) and int(number[2]) > 0:
         return {_NUMBERS[number[1]]: int(number[2])}
     return None
 

@@ -148,6 +148,8 @@ def checkout_state(root: Path) -> dict[str, object]:
             lies inside some other repository, say, whose commit would mislead).
         OSError: git is missing or refuses the folder.
     """
+    if commit := os.environ.get("RMSNORM_RAW_COMMIT"):
+        return {"commit": commit, "dirty": "unknown: the commit is from RMSNORM_RAW_COMMIT"}
     git = ("git", "-C", str(root))
     if Path(_output(*git, "rev-parse", "--show-toplevel")).resolve() != root.resolve():
         raise LookupError(f"{root} is not the top of a git checkout")

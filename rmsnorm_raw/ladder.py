@@ -53,9 +53,9 @@ def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     """
     vec, vectors = problem.widest_vec, row_vectors(problem)
     cuda = device.dialect == "cuda"
-    if cuda and vec == 16:
+    if cuda:
         yield from _cuda_forward_rungs(problem, device)
-    elif not cuda and vectors >= 4096 and problem.rows * 8 <= device.compute_units:
+    elif vectors * vec >= 65536 and problem.rows * 8 <= device.compute_units:
         # Wide rows and hardly any: eight blocks a row, or most of the device would idle.
         # Unmeasured.
         yield Config(block=256, threads_per_row=2048, vec=vec)
@@ -74,15 +74,18 @@ def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
 
 
 def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
-    vectors = row_vectors(problem)
+    vec, vectors = problem.widest_vec, row_vectors(problem)
     few_rows = problem.rows <= FEW_ROWS * device.compute_units
     wide_weight = problem.weight_bytes > problem.element_bytes and not few_rows
     # Rows are kept in L2: 262 -> 253 us at 32768x8192; streamed 278.
-    base = Config(vec=16, load_policy="keep")
+    base = Config(vec=vec, load_policy="keep")
     # min_blocks=1 lets NVRTC ask for the weight with the row and not after its sum: 4.9 -> 4.0 us
     # at 1x4096 with an fp32 weight, 254.3 -> 251.6 at 32768x4096 fp32.
     ahead = replace(base, min_blocks=1)
-    if 32 < vectors < 512:
+    wide = vectors * vec > (8192 if vec == 16 else 32768)
+    if vec < 16:
+        pass  # rows of odd width are shared where they are wide, and go as on AMD, below, if not
+    elif 32 < vectors < 512:
         # One row a block, 32 bytes a lane: 66.5 us at 32768x2048, 67.4 with two rows a block.
         # Narrower ones go several a block of 256 threads, as on AMD.
         row = covering_lanes(vectors, 2, device)
@@ -92,7 +95,7 @@ def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config
             yield replace(ahead, block=128, threads_per_row=128)
         # 128.3 us at 32768x4096, 129.1 if the weight is asked for early
         yield replace(ahead if few_rows or problem.element_bytes == 4 else base, block=256)
-    elif wide_weight and 512 < vectors <= 2048:
+    elif wide_weight and wide and vectors <= 2048:
         # One block: 253.1 us at 32768x8192 bf16/fp32, 129.6 at 8192x16384, 135 in 512 lanes.
         yield replace(base, block=256)
     # Wider rows are shared by blocks of 128 threads with 64 bytes a lane, 32 where rows are few:
@@ -100,15 +103,15 @@ def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config
     # (134.8), 4.1 at 1x16384 (5.1). Up to eight may share one.
     for blocks in ROW_BLOCKS:
         per_lane = 2 if few_rows and blocks < ROW_BLOCKS[-1] else 4
-        if 512 < vectors <= 128 * blocks * per_lane:
+        if wide and vectors <= 128 * blocks * per_lane:
             early = few_rows or vectors <= 1024
             yield replace(ahead if early else base, block=128, threads_per_row=128 * blocks)
     # Wider still: 256 threads with 256 bytes a lane, 262.0 us at 4096x65536, 269.3 at 2048x131072,
     # 278.4 at 1024x262144; eight blocks where rows are few, 7.7 at 8x262144.
     for blocks in ROW_BLOCKS:
         if 4096 < vectors <= 256 * blocks * 16 and (not few_rows or blocks == ROW_BLOCKS[-1]):
-            wide = ahead if few_rows else replace(base, store_policy="stream")
-            yield replace(wide, block=256, threads_per_row=256 * blocks)
+            config = ahead if few_rows else replace(base, store_policy="stream")
+            yield replace(config, block=256, threads_per_row=256 * blocks)
 
 
 def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:

@@ -15,6 +15,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 #: the short names used in tables and CSV files
 SHORT_NAME = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MAX_COLS = 1 << 20
+MAX_ROWS = 1 << 40
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
@@ -70,8 +71,8 @@ class Problem:
         for name in ("rows", "cols"):
             if not isinstance(getattr(self, name), numbers.Integral):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}: it must be an integer")
-        if self.rows < 0:
-            raise InvalidInput(f"rows is {self.rows}: it must be >= 0")
+        if not 0 <= self.rows <= MAX_ROWS:
+            raise InvalidInput(f"rows is {self.rows}: 0 to {MAX_ROWS:,} rows are served")
         if not 0 <= self.cols <= MAX_COLS:
             raise InvalidInput(
                 f"cols is {self.cols}: rows of 0 to {MAX_COLS:,} elements are served"

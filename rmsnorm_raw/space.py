@@ -227,11 +227,14 @@ def _reject_threads(problem: Problem, device: DeviceSpec, config: Config) -> str
 
 def _reject_row_blocks(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
     block, row, blocks = config.block, config.threads_per_row, config.blocks_per_row
+    if problem.op == "backward" or config.path != "registers":
+        return (
+            f"threads_per_row={row} is over block={block}, and blocks share a row on forward's "
+            "path registers alone"
+        )
     if row % block or blocks not in ROW_BLOCKS:
         offered = ", ".join(str(n * block) for n in ROW_BLOCKS)
         return f"threads_per_row over block={block} is {offered}, not {row}"
-    if problem.op == "backward" or config.path != "registers":
-        return "blocks share a row on forward's path registers alone"
     if device.dialect == "cuda" and device.arch != "sm_90":
         return f"blocks that share a row are a cluster on CUDA, and {device.arch} is not sm_90"
     units = blocks * LAUNCHES_SIDE_BY_SIDE

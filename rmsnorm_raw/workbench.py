@@ -202,8 +202,11 @@ class Kernel:
         """The same problem, config, defines and entry points with another text: the edit loop.
 
         Raises:
+            InvalidInput: the text is the kernel's own: a replacement matched nothing.
             CompileError: with the compiler's log.
         """
+        if text == self.source.text:
+            raise InvalidInput("the text is the kernel's own: what was to be replaced is not in it")
         edited = replace(self.source, text=text)
         return replace(self, binary=module.build(edited, self.binary.backend))
 

@@ -94,6 +94,20 @@ def test_rows_without_vectors_of_16_bytes_are_not_shared_on_sm_90(
         assert config.vec == problem.widest_vec < 16
 
 
+@pytest.mark.parametrize(("cols", "alignment"), [(65540, 16), (65536, 8), (32770, 16)])
+def test_wide_rows_are_shared_whatever_their_vectors(cols: int, alignment: int) -> None:
+    for rows in (1, 4096):
+        config = default_config(Problem.forward(rows, cols, "bf16", alignment=alignment), SM_90)
+        assert config.blocks_per_row > 1
+        assert config.vec < 16
+
+
+def test_what_is_wide_goes_by_bytes_on_amd() -> None:
+    narrow = [Problem.forward(1, cols, "bf16") for cols in (4094, 4097, 8194, 16385)]
+    assert all(default_config(problem, GFX950).blocks_per_row == 1 for problem in narrow)
+    assert default_config(Problem.forward(1, 32770, "bf16"), GFX950).blocks_per_row == 8
+
+
 def test_other_cuda_devices_share_no_rows() -> None:
     old = replace(SM_90, arch="sm_80")
     for problem in problems("forward"):

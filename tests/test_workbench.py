@@ -163,6 +163,11 @@ def test_its_resources_are_those_of_its_launches() -> None:
     assert kernel.asm.startswith("rmsnorm_backward:\n|     0  buffer_load_dwordx4")
 
 
+def test_an_edit_that_changes_nothing_is_refused(forward: rr.Kernel) -> None:
+    with pytest.raises(InvalidInput, match="the text is the kernel's own"):
+        forward.with_source(forward.source.text.replace("no such line", ""))
+
+
 @pytest.mark.usefixtures("rocm_stand_in")
 def test_an_absent_device_compiles_edits_and_runs_nothing() -> None:
     kernel = rr.build(FORWARD, device="gfx950")

@@ -214,6 +214,7 @@ static bool run_wave(Fiber* lanes) {
   return true;
 }
 
+static u32 naps;          // of a launch
 static u32 waits_ended;   // of those that stop at WAITING
 // Every resident wave waits, is at a barrier or has returned, and no block can start: a lane that waits says so.
 static bool nobody_runs;
@@ -309,7 +310,7 @@ static void run_grid(Launch* request, void (*body)(const char*)) {
   launch = request;
   kernel_body = body;
   nobody_runs = false;
-  resident = started = 0;
+  resident = started = naps = 0;
   forget_copies();
   gridDim.x = launch->grid;
   blockDim.x = launch->block;

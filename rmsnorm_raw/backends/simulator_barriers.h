@@ -25,6 +25,12 @@ static u64 await(const u64* from, u32 line) {
   }
 }
 
+// Time passes for nobody else here. A launch that naps for ever is a fault.
+static void nap(u32 line) {
+  if (++naps > 1000000) fail(line, "a million naps in one launch: a wait that has no end");
+}
+
+#define rr_sim_nap() rr_sim::nap(__LINE__)
 #define rr_sim_publish(to, word) rr_sim::publish(to, word, __LINE__)
 #define rr_sim_await(from) rr_sim::await(from, __LINE__)
 

@@ -11,8 +11,8 @@ Version 1: all count their steps in one word, and whoever is ahead of the averag
 
 TEXT = r"""
 #if defined(RR_SIMULATOR)
-RR_FN u32 read_count(const u32* count) { return *count; }
-RR_FN void nap() {}
+RR_FN u32 read_count(const u32* count) { return *(const volatile u32*)count; }
+#define nap() rr_sim_nap()
 #else
 RR_FN u32 read_count(const u32* count) {
   u32 value;

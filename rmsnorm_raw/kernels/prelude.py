@@ -133,7 +133,7 @@ RR_FN void store_hinted(Words<2>* p, const Words<2>& v, u64 policy) {
 #endif
 
 template <int POLICY, int BYTES> RR_FN Words<BYTES> load_words(const void* address) {
-  static_assert(!RR_AMD || POLICY != POLICY_KEEP, "AMD has no keep policy");
+  static_assert(!RR_AMD || POLICY == POLICY_DEFAULT || POLICY == POLICY_STREAM, "not AMD's");
 #if defined(RR_SIMULATOR)
   Words<BYTES> v;
   rr_sim_load(&v, address, BYTES);
@@ -156,7 +156,7 @@ template <int POLICY, int BYTES> RR_FN Words<BYTES> load_words(const void* addre
 }
 
 template <int POLICY, int BYTES> RR_FN void store_words(void* address, const Words<BYTES>& v) {
-  static_assert(!RR_AMD || POLICY != POLICY_KEEP, "AMD has no keep policy");
+  static_assert(!RR_AMD || POLICY == POLICY_DEFAULT || POLICY == POLICY_STREAM, "not AMD's");
 #if defined(RR_SIMULATOR)
   rr_sim_store(address, &v, BYTES);
 #elif RR_AMD

@@ -1,7 +1,7 @@
 
 #if defined(RR_SIMULATOR)
-RR_FN u32 read_count(const u32* count) { return *count; }
-RR_FN void nap() {}
+RR_FN u32 read_count(const u32* count) { return *(const volatile u32*)count; }
+#define nap() rr_sim_nap()
 #else
 RR_FN u32 read_count(const u32* count) {
   u32 value;
