@@ -109,7 +109,11 @@ def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config
     # Wider still: 256 threads with 256 bytes a lane, 262.0 us at 4096x65536, 269.3 at 2048x131072,
     # 278.4 at 1024x262144; eight blocks where rows are few, 7.7 at 8x262144.
     for blocks in ROW_BLOCKS:
-        if 4096 < vectors <= 256 * blocks * 16 and (not few_rows or blocks == ROW_BLOCKS[-1]):
+        if (
+            wide
+            and 4096 < vectors <= 256 * blocks * 16
+            and (not few_rows or blocks == ROW_BLOCKS[-1])
+        ):
             config = ahead if few_rows else replace(base, store_policy="stream")
             yield replace(config, block=256, threads_per_row=256 * blocks)
 
