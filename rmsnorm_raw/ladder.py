@@ -82,9 +82,13 @@ def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config
     # min_blocks=1 lets NVRTC ask for the weight with the row and not after its sum: 4.9 -> 4.0 us
     # at 1x4096 with an fp32 weight, 254.3 -> 251.6 at 32768x4096 fp32.
     ahead = replace(base, min_blocks=1)
-    wide = vectors * vec > (8192 if vec == 16 else 32768)
-    if vec < 16:
-        pass  # rows of odd width are shared where they are wide, and go as on AMD, below, if not
+    row_bytes = vectors * vec
+    wide = row_bytes > (8192 if vec == 16 else 32768) and (vec >= 8 or few_rows)
+    if vec == 8 and row_bytes > 8192 and vectors <= 256 * 17 and not few_rows:
+        # 36.2 us at 4096x8196, 48.1 in 544 lanes; 69.3 at 4096x16388, 72.9 in two blocks
+        yield replace(base, block=256)
+    elif vec < 16:
+        pass  # other odd widths have no figures: shared where few and wide, else as on AMD, below
     elif 32 < vectors < 512:
         # One row a block, 32 bytes a lane: 66.5 us at 32768x2048, 67.4 with two rows a block.
         # Narrower ones go several a block of 256 threads, as on AMD.
@@ -102,18 +106,16 @@ def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config
     # 251.1 us at 32768x8192 (one block 252.6), 126.7 at 8192x16384 (128.6), 126.9 at 4096x32768
     # (134.8), 4.1 at 1x16384 (5.1). Up to eight may share one.
     for blocks in ROW_BLOCKS:
-        per_lane = 2 if few_rows and blocks < ROW_BLOCKS[-1] else 4
+        per_lane = 2 if problem.rows <= device.compute_units and blocks < ROW_BLOCKS[-1] else 4
         if wide and vectors <= 128 * blocks * per_lane:
             early = few_rows or vectors <= 1024
             yield replace(ahead if early else base, block=128, threads_per_row=128 * blocks)
-    # Wider still: 256 threads with 256 bytes a lane, 262.0 us at 4096x65536, 269.3 at 2048x131072,
-    # 278.4 at 1024x262144; eight blocks where rows are few, 7.7 at 8x262144.
+    # Wider still: 256 threads with 256 bytes a lane, or one vector more: 262.0 us at 4096x65536,
+    # 269.3 at 2048x131072, 278.4 at 1024x262144, 273.4 at 1024x262152 (read twice 423.5); eight
+    # blocks where rows are few, 7.7 at 8x262144.
     for blocks in ROW_BLOCKS:
-        if (
-            wide
-            and 4096 < vectors <= 256 * blocks * 16
-            and (not few_rows or blocks == ROW_BLOCKS[-1])
-        ):
+        fits = 4096 < vectors <= 256 * blocks * (256 // max(8, vec) + 1)
+        if wide and fits and (not few_rows or blocks == ROW_BLOCKS[-1]):
             config = ahead if few_rows else replace(base, store_policy="stream")
             yield replace(config, block=256, threads_per_row=256 * blocks)
 

@@ -81,25 +81,25 @@ def test_no_shared_row_has_a_block_with_nothing_to_do() -> None:
     assert shared > 50
 
 
-@pytest.mark.parametrize(
-    ("cols", "alignment"), [(8193, 16), (8196, 16), (65537, 16), (16384, 8), (65536, 2)]
-)
-def test_rows_without_vectors_of_16_bytes_are_not_shared_on_sm_90(
-    cols: int, alignment: int
-) -> None:
+@pytest.mark.parametrize(("cols", "alignment"), [(8193, 16), (8196, 16), (65537, 16), (16384, 8)])
+def test_rows_of_narrow_vectors_are_not_shared_on_sm_90(cols: int, alignment: int) -> None:
     for rows in (1, 8, 4096):
+        if cols == 65537 and rows < 4096:
+            continue  # few of them are
         problem = Problem.forward(rows, cols, "bf16", alignment=alignment)
         config = default_config(problem, SM_90)
         assert config.blocks_per_row == 1
         assert config.vec == problem.widest_vec < 16
 
 
-@pytest.mark.parametrize(("cols", "alignment"), [(65540, 16), (65536, 8), (32770, 16)])
-def test_wide_rows_are_shared_whatever_their_vectors(cols: int, alignment: int) -> None:
-    for rows in (1, 4096):
-        config = default_config(Problem.forward(rows, cols, "bf16", alignment=alignment), SM_90)
-        assert config.blocks_per_row > 1
-        assert config.vec < 16
+@pytest.mark.parametrize(
+    ("rows", "cols", "alignment"),
+    [(1, 65540, 16), (4096, 65540, 16), (4096, 65536, 8), (8, 65537, 16), (8, 32770, 16)],
+)
+def test_wide_rows_are_shared_whatever_their_vectors(rows: int, cols: int, alignment: int) -> None:
+    config = default_config(Problem.forward(rows, cols, "bf16", alignment=alignment), SM_90)
+    assert config.blocks_per_row > 1
+    assert config.vec < 16
 
 
 def test_what_is_wide_goes_by_bytes_on_amd() -> None:
