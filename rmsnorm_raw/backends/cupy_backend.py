@@ -255,6 +255,13 @@ class CupyBackend:
                 f"{source.name} compiles, and the driver does not load it: {error}",
                 "check the entry points, static LDS and the driver's version",
             ) from error
+        except (OSError, RuntimeError) as error:
+            if "hipcc" not in str(error):
+                raise
+            raise BackendUnavailable(
+                f"CuPy asks hipcc for include folders, and it fails ({error}): run "
+                "hipcc -x hip -E -v /dev/null, and put the hipcc of ROCm 7 first on PATH"
+            ) from error
         return Code(functions, resources, log="", object_digest=digest)
 
     def _resources(self, kernel: Any) -> Resources:

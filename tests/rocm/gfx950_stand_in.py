@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_size_t, c_uint32, c_void_p
@@ -27,6 +28,8 @@ from rmsnorm_raw.backends.rocm_child import Comgr
 from rmsnorm_raw.backends.rocm_libraries import find_libraries
 from rmsnorm_raw.source import Source
 
+#: where the ROCm is that this process runs in; None where it is none of ours
+FOLDER = os.environ.get("HIP_STAND_IN")
 INVALID_IMAGE, ILLEGAL_ADDRESS, LAUNCH_FAILURE = 200, 700, 719
 LOAD = CFUNCTYPE(c_int, c_void_p, c_int, c_void_p, c_size_t)
 RUN = CFUNCTYPE(c_int, c_int, c_char_p, c_void_p, POINTER(c_uint32), POINTER(c_uint32), c_uint32)
