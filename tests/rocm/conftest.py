@@ -1,4 +1,4 @@
-"""A gfx950 of host memory for the tests of this folder; ``tox -e rocm`` brings all that it needs."""
+"""A gfx950 of host memory for the tests of this folder; ``tox -e rocm`` brings what it needs."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def no_fault(stand_in: StandIn) -> Iterator[None]:
     """A fault on the device fails the test in which it happens, unless the test mends it."""
     stand_in.ran.clear()
     yield
+    stand_in.finish()
     faults = stand_in.faults[:]
     stand_in.mend()
     if faults:

@@ -74,6 +74,10 @@ class StandIn:
         self._callbacks = LOAD(self._load), RUN(self._run)
         self._hip.stand_in_connect(*self._callbacks)
 
+    def finish(self) -> None:
+        """Work off all that is queued."""
+        self._hip.hipDeviceSynchronize()
+
     def mend(self) -> None:
         """Forget a fault, as only a new process could."""
         self.faults.clear()
@@ -161,8 +165,8 @@ def read(address: int, size_bytes: int, given: dict[str, Any], parameter: Parame
     is_pointer = given[".value_kind"] == "global_buffer"
     if size_bytes != parameter.size_bytes or is_pointer != (parameter.kind == "p"):
         raise TypeError(f"{given} of the code object is {parameter} in the simulator")
-    dtype = np.dtype(f"{dict(p='u', i='i', f='f')[parameter.kind]}{size_bytes}")
-    return np.frombuffer(ctypes.string_at(address, size_bytes), dtype)[0]
+    kind = "u" if is_pointer else parameter.kind
+    return np.frombuffer(ctypes.string_at(address, size_bytes), f"{kind}{size_bytes}")[0]
 
 
 def install(folder: Path) -> StandIn:

@@ -81,7 +81,7 @@ def test_arguments_arrive_whatever_their_order(rocm: Backend, seed: int) -> None
     at = int(draw.integers(len(chosen) + 1))
     names = [f"{kind} a{k}" for k, (kind, _) in enumerate(chosen)]
     body = ["if (threadIdx.x) return;"]
-    for k, (_, value) in enumerate(chosen):
+    for k in range(len(chosen)):
         body.append(f"for (unsigned b = 0; b < sizeof a{k}; ++b)")
         body.append(f"  ((unsigned char*)out)[{16 * k} + b] = ((unsigned char*)&a{k})[b];")
     out = Buffer(rocm, 64)
@@ -177,7 +177,7 @@ def test_a_compile_error_has_the_slug_the_log_and_the_line(rocm: Backend) -> Non
 
 def test_too_much_static_lds_is_a_compile_error(rocm: Backend) -> None:
     body = "__shared__ unsigned a[41000]; a[WORD * *out] = 1; __syncthreads(); *out = a[WORD];"
-    with pytest.raises(CompileError, match="local memory|LDS"):
+    with pytest.raises(CompileError, match=r"local memory|LDS"):
         rocm.compile(source(body))
     check_usable(rocm)
 
