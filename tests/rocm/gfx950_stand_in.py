@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rmsnorm_raw.backends import Code
 from rmsnorm_raw.backends.cpu import CpuBackend
 from rmsnorm_raw.backends.cupy_backend import CupyBackend
 from rmsnorm_raw.backends.host_compiler import Parameter
@@ -33,6 +33,10 @@ FOLDER = os.environ.get("HIP_STAND_IN")
 INVALID_IMAGE, ILLEGAL_ADDRESS, LAUNCH_FAILURE = 200, 700, 719
 LOAD = CFUNCTYPE(c_int, c_void_p, c_int, c_void_p, c_size_t)
 RUN = CFUNCTYPE(c_int, c_int, c_char_p, c_void_p, POINTER(c_uint32), POINTER(c_uint32), c_uint32)
+
+
+class NotOnDevice(Exception):
+    """A pointer of a launch to memory that a GPU could not reach."""
 
 
 class Ran(NamedTuple):
@@ -66,8 +70,8 @@ class StandIn:
         self.loaded: dict[int, Loaded] = {}
         self.faults: list[Exception] = []
         self._simulator = CpuBackend(64)
+        self._built: dict[int, Code] = {}  # in the simulator
         self._compiling = threading.local()
-        self._sources: dict[str, Source] = {}  # by the digest of their code objects
         self._comgr = Comgr(find_libraries()[0])
         self._hip = ctypes.CDLL(str(folder / "lib" / "libamdhip64.so.7"))
         self._hip.stand_in_is_device.argtypes = (c_void_p,)
@@ -95,15 +99,11 @@ class StandIn:
     def _load(self, module: int, number: int, image: int, size_bytes: int) -> int:
         try:
             code = ctypes.string_at(image, size_bytes)
-            digest = hashlib.sha256(code).hexdigest()
-            source = self._sources.get(digest) or getattr(self._compiling, "source", None)
-            if source is not None:
-                self._sources[digest] = source
             kernels = {kernel[".name"]: kernel for kernel in self._comgr.kernels(code)}
         except Exception as error:  # noqa: BLE001 - C has no use for it
             self.faults.append(error)
             return INVALID_IMAGE
-        self.loaded[number] = Loaded(source, kernels)
+        self.loaded[number] = Loaded(getattr(self._compiling, "source", None), kernels)
         for name, kernel in kernels.items():
             given = arguments_of(kernel)
             row = c_int * len(given)
@@ -122,17 +122,19 @@ class StandIn:
     ) -> int:
         try:
             loaded, entry_point = self.loaded[number], name.decode()
-            if loaded.source is None:
-                raise LookupError(f"{entry_point} is no kernel of ours: the simulator has no text")
-            function = self._simulator.compile(loaded.source).functions[entry_point]
+            if number not in self._built:
+                if loaded.source is None:
+                    raise LookupError(f"{entry_point} is no kernel of ours, and has no text here")
+                self._built[number] = self._simulator.compile(loaded.source)
+            function = self._built[number].functions[entry_point]
             given = arguments_of(loaded.kernels[entry_point])
             args = unpack(arguments, given, function.parameters)
             for arg, parameter in zip(args, function.parameters, strict=True):
                 if parameter.kind == "p" and arg and not self.is_device(int(arg)):
-                    raise IndexError(f"{entry_point}: {int(arg):#x} is not the device's memory")
+                    raise NotOnDevice(f"{entry_point}: {int(arg):#x} is not the device's memory")
             self.ran.append(Ran(entry_point, grid[0], block[0], lds_bytes, args))
             self._simulator.launch(function, grid[0], block[0], args, lds_bytes, 0)
-        except IndexError as error:
+        except NotOnDevice as error:
             self.faults.append(error)
             return ILLEGAL_ADDRESS
         except Exception as error:  # noqa: BLE001 - C has no use for it
