@@ -365,3 +365,21 @@ def test_calls_on_two_streams_share_no_scratch(
         for result in results:
             assert np.array_equal(bits(result.dx), bits(want.dx))
             assert np.array_equal(bits(result.dweight), bits(want.dweight))
+
+
+def test_scratch_is_not_given_away_while_it_is_used(cupy: Any, side: Any) -> None:
+    """It is free again when the call returns, and the work on it has not begun."""
+    x, weight = randn(30, 2048, dtype="bfloat16"), randn(2048, seed=9)
+    config = "b256-t256-v16-reg-p2"
+    want = rmsnorm_bwd(x, x, weight, config=config)
+    cupy.cuda.runtime.deviceSynchronize()
+    cupy.get_default_memory_pool().free_all_blocks()
+    got = rmsnorm_bwd(x, x, weight, config=config, stream=side)
+    later = [cupy.empty(2048, "u1") for _ in range(64)]  # what is free is taken in pieces
+    for each in later:
+        cupy.cuda.runtime.memsetAsync(each.data.ptr, 0x55, each.nbytes, 0)
+    cupy.cuda.get_current_stream().synchronize()
+    assert not side.done
+    side.synchronize()
+    assert all((array.to_numpy(each) == 0x55).all() for each in later)
+    assert np.array_equal(bits(got.dweight), bits(want.dweight))
