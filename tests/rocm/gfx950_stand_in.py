@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 from rmsnorm_raw.backends import Code
 from rmsnorm_raw.backends.cpu import CpuBackend
@@ -30,6 +32,9 @@ from rmsnorm_raw.source import Source
 
 #: where the ROCm is that this process runs in; None where it is none of ours
 FOLDER = os.environ.get("HIP_STAND_IN")
+REASON = "no stand-in for HIP under this process: tox -e rocm builds one and runs these tests in it"
+if importlib.util.find_spec("cupy_backends") is None:
+    REASON = "cupy-rocm-7-0 is not installed: tox -e rocm installs it, and what stands in for a GPU"
 INVALID_IMAGE, ILLEGAL_ADDRESS, LAUNCH_FAILURE = 200, 700, 719
 LOAD = CFUNCTYPE(c_int, c_void_p, c_int, c_void_p, c_size_t)
 RUN = CFUNCTYPE(c_int, c_int, c_char_p, c_void_p, POINTER(c_uint32), POINTER(c_uint32), c_uint32)
@@ -169,6 +174,12 @@ def read(address: int, size_bytes: int, given: dict[str, Any], parameter: Parame
         raise TypeError(f"{given} of the code object is {parameter} in the simulator")
     kind = "u" if is_pointer else parameter.kind
     return np.frombuffer(ctypes.string_at(address, size_bytes), f"{kind}{size_bytes}")[0]
+
+
+def require_stand_in() -> None:
+    """Skips a module, and says why, in a process that does not run in such a ROCm."""
+    if FOLDER is None:
+        pytest.skip(REASON, allow_module_level=True)
 
 
 def install(folder: Path) -> StandIn:

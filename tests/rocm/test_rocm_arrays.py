@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gfx950_stand_in import StandIn
+from gfx950_stand_in import StandIn, require_stand_in
 
 from rmsnorm_raw import array, bounds, interop
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.ops import Forward, rmsnorm_bwd, rmsnorm_fwd
+
+require_stand_in()
 
 Array = np.ndarray
 ROCM, CHAIN = 10, 64  # kDLROCM of dlpack.h; more than the longest chain of these rows

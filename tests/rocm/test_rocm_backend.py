@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gfx950_stand_in import StandIn
+from gfx950_stand_in import StandIn, require_stand_in
 
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.errors import CompileError, LaunchError
 from rmsnorm_raw.source import Source
+
+require_stand_in()
 
 WAVE = 64
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gfx950_stand_in import FOLDER
+from gfx950_stand_in import FOLDER, require_stand_in
 
 import rmsnorm_raw as rr
 from rmsnorm_raw.backends import Backend, available, get_backend
@@ -21,6 +21,8 @@ from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
+
+require_stand_in()
 
 FACTS = ("name", "arch", "dialect", "wave", "compute_units", "lds_bytes", "register_file")
 
