@@ -228,6 +228,7 @@ class CupyBackend:
 
         Raises:
             CompileError: with the slug and the compiler's log.
+            BackendUnavailable: hipcc, which CuPy asks for include folders, fails.
         """
         digest = source.digest
         if digest not in self._codes:
