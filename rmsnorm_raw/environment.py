@@ -297,7 +297,7 @@ def _check_driver(nvidia: list[dict[str, str | float]], nvidia_error: str, amd: 
         return Check(name, True, found)
     if shutil.which("nvidia-smi"):
         return Check(name, False, nvidia_error, "sudo modprobe nvidia && nvidia-smi")
-    return Check(name, None, "none: the cpu backend serves")
+    return Check(name, None, "neither nvidia-smi nor KFD lists one; the cpu backend needs none")
 
 
 def _check_cupy(

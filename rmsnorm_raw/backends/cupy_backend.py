@@ -228,6 +228,7 @@ class CupyBackend:
 
         Raises:
             CompileError: with the slug and the compiler's log.
+            BackendUnavailable: hipcc, which CuPy asks for include folders, fails.
         """
         digest = source.digest
         if digest not in self._codes:
@@ -254,6 +255,13 @@ class CupyBackend:
                 source.slug,
                 f"{source.name} compiles, and the driver does not load it: {error}",
                 "check the entry points, static LDS and the driver's version",
+            ) from error
+        except (OSError, RuntimeError) as error:
+            if "hipcc" not in str(error):
+                raise
+            raise BackendUnavailable(
+                f"CuPy asks hipcc for include folders, and it fails ({error}): run "
+                "hipcc -x hip -E -v /dev/null, and put the hipcc of ROCm 7 first on PATH"
             ) from error
         return Code(functions, resources, log="", object_digest=digest)
 

@@ -36,6 +36,8 @@ from rmsnorm_raw.errors import BackendUnavailable, CompileError, InvalidInput
 from rmsnorm_raw.source import Source
 
 ARCHITECTURES = tuple(name for name, device in KNOWN.items() if device.dialect == "amd")
+#: of the target that the driver of an MI300X or MI355X names (rocminfo)
+FEATURES = ":sramecc+:xnack-"
 START_TIMEOUT_S = 60.0
 
 
@@ -124,9 +126,11 @@ def compile_offline(
         )
     folder = libraries or find_libraries()[0]
     require_libraries(folder)
-    # CuPy 14.2: RawModule's own options, then on HIP the flush flag, which is -ftz there
+    # CuPy 14.2: RawModule's own options, then on HIP the flush flag, which is -ftz there. It names
+    # no target, and hiprtc takes the driver's gcnArchName, features and all: without them
+    # rmsnorm_dweight took 36 VGPRs for 30 (4096 bf16, ROCm 7.0.0)
     options = ["-std=c++17", *(f"-D{name}={value}" for name, value in source.defines)]
-    options += ["-fcuda-flush-denormals-to-zero", f"--offload-arch={arch}"]
+    options += ["-fcuda-flush-denormals-to-zero", f"--offload-arch={arch}{FEATURES}"]
     request = {"name": source.name, "text": source.text, "options": options, "arch": arch}
     try:
         reply = _child(folder).ask(request, timeout_s)

@@ -1,0 +1,76 @@
+"""A gfx950 of host memory for the tests of this folder; ``tox -e rocm`` brings what it needs."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gfx950_stand_in import FOLDER, StandIn, install
+
+from rmsnorm_raw.backends import Backend, get_backend
+
+#: whatever is missing for it ends the run: it was asked for
+STAND_IN = install(Path(FOLDER)) if FOLDER else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rocm")
+    group.addoption("--sample", type=int, help="of each test, at most so many of its cases")
+    group.addoption("--sample-seed", default="0", help="which ones")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most = config.getoption("sample", None)
+    if most is None:
+        return
+    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[str(item.path), getattr(item, "originalname", item.name)].append(item)
+    kept = set()
+    for (_, name), some in cases.items():
+        draw = random.Random(f"{config.getoption('sample_seed')} {name}")
+        kept |= set(draw.sample(some, min(most, len(some))))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(scope="session")
+def stand_in() -> StandIn:
+    """The device."""
+    assert STAND_IN is not None, "require_stand_in() skips the modules that want it"
+    return STAND_IN
+
+
+@pytest.fixture(autouse=True)
+def no_fault(stand_in: StandIn) -> Iterator[None]:
+    """A fault on the device fails the test in which it happens, unless the test mends it."""
+    stand_in.ran.clear()
+    yield
+    stand_in.finish()
+    faults = stand_in.faults[:]
+    stand_in.mend()
+    if faults:
+        raise AssertionError("the device failed") from faults[0]
+
+
+@pytest.fixture
+def rocm(stand_in: StandIn) -> Backend:
+    """The library's backend of the device."""
+    return get_backend("rocm")
+
+
+@pytest.fixture
+def cupy(stand_in: StandIn) -> Any:
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def side(cupy: Any) -> Any:
+    """A stream that the default one does not wait for."""
+    return cupy.cuda.Stream(non_blocking=True)
