@@ -111,6 +111,13 @@ def test_the_package_carries_its_data_files() -> None:
 # ---- documents -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "name", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+)
+def test_a_document_has_no_placeholder(name: str) -> None:
+    assert re.findall(r"^[A-Z]{4,}$|<<<<<<<|>>>>>>>", read(name), re.MULTILINE) == []
+
+
 def test_the_architecture_tours_every_module_and_no_other() -> None:
     rows = re.findall(r"^\| (`.+`) \|", read("ARCHITECTURE.md"), re.MULTILINE)
     toured = {name for row in rows for name in re.findall(r"`([\w/.*]+)`", row)}
