@@ -18,7 +18,6 @@ full size is copied to the host. On the simulator they are NumPy. Both make the 
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +30,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.backends.cpu import landings
 from rmsnorm_raw.bounds import Bits, Reference, Worst
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import InvalidInput, WrongResult
 from rmsnorm_raw.gate import DATA, Case, DeviceEngine, Engine, HostEngine
 from rmsnorm_raw.launch import MATRICES, Tensor
@@ -253,7 +253,7 @@ def _names(problem: Problem) -> tuple[list[str], list[str]]:
 #: the last references by (engine, data set): what the next config of a problem wants again
 _references: dict[tuple[type[Engine], Case], Reference] = {}
 REFERENCES_KEPT = 2  # the gate's and the exact case's
-_references_lock = threading.Lock()
+_references_lock = fork_safe_lock()
 
 
 def _write(engine: Engine, case: Case, tensors: Tensors) -> None:

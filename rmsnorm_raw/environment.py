@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -157,6 +158,15 @@ def checkout_state(root: Path) -> dict[str, object]:
         "commit": _output(*git, "rev-parse", "HEAD"),
         "dirty": bool(_output(*git, "status", "--porcelain")),
     }
+
+
+def fork_safe_lock() -> threading.Lock:
+    """A lock that a fork waits for: no child begins with it held by a thread that it has not."""
+    lock = threading.Lock()
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
 
 
 def rocm_home() -> Path:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -247,3 +249,25 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'rmsnorm-raw[cpu]'" in str(cpu.why_unavailable("cpu"))
     with pytest.raises(BackendUnavailable, match="or install the system's c"):
         CpuBackend(64)
+
+
+def test_a_child_of_a_fork_can_launch_whatever_threads_its_parent_had() -> None:
+    text = """
+import os, threading, numpy as np, rmsnorm_raw as rr
+x, w = np.ones((64, 1024), np.float16), np.ones(1024, np.float16)
+go = True
+def loop():
+    while go:
+        rr.rmsnorm_fwd(x, w)
+rr.rmsnorm_fwd(x, w)
+thread = threading.Thread(target=loop)
+thread.start()
+for _ in range(5):
+    child = os.fork()
+    if not child:
+        os._exit(0 if float(rr.rmsnorm_fwd(x, w).y[0, 0]) == 1 else 3)
+    assert os.waitpid(child, 0)[1] == 0
+go = False
+thread.join()
+"""
+    subprocess.run([sys.executable, "-c", text], check=True, timeout=60)

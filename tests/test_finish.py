@@ -156,6 +156,17 @@ def test_a_fault_of_the_finish_is_found(cpu64: Backend, name: str) -> None:
     assert re.search(shows, verdict.message)
 
 
+def test_columns_of_the_next_block_stored_too_are_found_where_blocks_run_backwards() -> None:
+    """Forwards the next block puts them right."""
+    problem = Problem.backward(37, 772, "bf16", need_dx=False)
+    config = configured(problem, 8)
+    old, new = "threadIdx.x < RR_FINISH_COLUMNS && last < cols", "last < cols"
+    backwards = CpuBackend(64, order="reverse")
+    assert verify(problem, config, built(problem, config, backwards), seed=SEED).passed
+    verdict = verify(problem, config, built(problem, config, backwards, old, new), seed=SEED)
+    assert re.search(r"dweight\[", verdict.message), verdict
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -112,7 +112,8 @@ def test_the_package_carries_its_data_files() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", ".ci/run", "tox.ini"]
+    "name",
+    ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", ".ci/run", "tox.ini"],
 )
 def test_a_document_has_no_placeholder(name: str) -> None:
     assert re.findall(r"^[A-Z]{4,}$|<<<<<<<|>>>>>>>", read(name), re.MULTILINE) == []

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import numpy as np
 from rmsnorm_raw.backends import Backend, Code, Resources
 from rmsnorm_raw.backends.host_compiler import Parameter, build, compilers, translation_unit
 from rmsnorm_raw.device import SIMULATED
+from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, LaunchError, SimulatorError
 from rmsnorm_raw.source import Source
 
@@ -112,7 +112,7 @@ class _Machine:
 
     def __init__(self) -> None:
         most_lds = max(device.lds_bytes for device in SIMULATED.values())
-        self.lock = threading.Lock()
+        self.lock = fork_safe_lock()
         self.lds_bytes = most_lds + 2 * len(GUARD)  # for the LDS of all resident blocks
         self._stacks = np.empty(MAX_BLOCK * STACK_BYTES, np.uint8)
         self._lds = np.empty(ALIGNMENT_BYTES + self.lds_bytes, np.uint8)

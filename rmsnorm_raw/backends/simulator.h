@@ -269,11 +269,14 @@ static bool run_block(Block* block) {
   return no_copy_in_flight() && guard_holds((int)launch->lds_bytes) && guard_holds(-(int)launch->guard_bytes);
 }
 
-// AMD promises no order of blocks.
+// Blocks take their turns as threads do: the last is first where the last thread is, so that what one block
+// leaves outside its part is not always put right by the next. AMD promises no order of blocks that wait.
+static bool last_first() { return launch->threads[0] > launch->threads[launch->block - 1]; }
 static u32 common_factor(u32 a, u32 b) { return b ? common_factor(b, a % b) : a; }
 static u32 next_block() {
   const u32 place = started++;
-  if (SLOTS == 1 || !launch->scattered) return place;
+  if (SLOTS == 1) return last_first() ? launch->grid - 1 - place : place;
+  if (!launch->scattered) return place;
   u32 stride = launch->grid / 2 + 1;
   while (common_factor(stride, launch->grid) != 1) ++stride;  // so that every block has its turn
   return (u32)((u64)place * stride % launch->grid);
@@ -315,12 +318,10 @@ static void run_grid(Launch* request, void (*body)(const char*)) {
   gridDim.x = launch->grid;
   blockDim.x = launch->block;
   for (u32 slot = 0; slot < SLOTS; ++slot) make_slot(slot);
-  // Blocks take their turns as threads do: the last slot is first where the last thread is.
-  const bool last_first = launch->threads[0] > launch->threads[launch->block - 1];
   while (started < launch->grid || resident) {
     const u32 before = waits_ended;
     for (u32 i = 0; i < SLOTS; ++i) {
-      Block* block = blocks + (last_first ? SLOTS - 1 - i : i);
+      Block* block = blocks + (last_first() ? SLOTS - 1 - i : i);
       if (block->resident && !run_block(block)) return;
     }
     if (waits_ended != before) continue;

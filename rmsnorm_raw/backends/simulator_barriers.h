@@ -27,7 +27,7 @@ static u64 await(const u64* from, u32 line) {
 
 // Time passes for nobody else here. A launch that naps for ever is a fault.
 static void nap(u32 line) {
-  if (++naps > 1000000) fail(line, "a million naps in one launch: a wait that has no end");
+  if (++naps > 1000000) fail(line, "%u naps in one launch: a wait that has no end", naps);
 }
 
 #define rr_sim_nap() rr_sim::nap(__LINE__)
