@@ -159,6 +159,9 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """What a run stands on, beside :func:`environment.collect`."""
         opening, closing = self.opening, self.closing
+        at_the_end = {"roofline_closing": None, "drift_pct": None, "suspect": False}
+        if opening and closing:
+            at_the_end = sweep.closing_facts(opening, closing)
         return {
             "command": environment.command(["pytest", *self._args]),
             "backend": self.backend.name,
@@ -167,9 +170,7 @@ class Session:
             "beyond": self.beyond,
             "providers": {p.name: p.missing() or f"{p.module} {p.version}" for p in self.providers},
             "roofline_opening": opening and sweep.roofline_facts(opening),
-            "roofline_closing": closing and sweep.roofline_facts(closing),
-            "drift_pct": opening and closing and opening.drift_pct(closing),
-            "suspect": bool(opening and closing and opening.is_suspect(closing)),
+            **at_the_end,
             "wall_s": perf_counter() - self._began,
         }
 

@@ -10,13 +10,11 @@ probes and their drift in it; exit code 1 where a GEMM is more than 1 % slower.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 try:
@@ -24,14 +22,12 @@ try:
 except ModuleNotFoundError:
     sys.exit("perf.steady runs GEMMs in torch: pip install torch")
 
-from rmsnorm_raw import bandwidth, environment, ops
-from rmsnorm_raw.backends import Backend, get_backend
-from rmsnorm_raw.check import require, verify
+from perf.command_line import start
+from rmsnorm_raw import bandwidth, environment, ops, workbench
+from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import measure
-from rmsnorm_raw.module import build
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.source import render
 from rmsnorm_raw.stats import Outcome, compare, percentile
 from rmsnorm_raw.study import sweep
 
@@ -48,12 +44,12 @@ def speeds(backend: Backend, roofline: bandwidth.Roofline) -> Iterator[dict[str,
     for make in (Problem.forward, Problem.backward):
         for act, weight in PAIRS:
             problem = make(*SHAPE, act, weight_dtype=weight)
-            config = default_config(problem, backend.device)
-            binary = build(render(problem, config, backend.device), backend)
-            verdict = verify(problem, config, binary, seed=1)
-            require(verdict, problem, config)
+            kernel = workbench.build(problem, backend=backend)
+            config, verdict = kernel.config, kernel.check(seed=1)
             for regime in ("cold", "steady"):
-                taken = measure(problem, config, binary, verdict, regime=regime, goal_pct=0.5)
+                taken = measure(
+                    problem, config, kernel.binary, verdict, regime=regime, goal_pct=0.5
+                )
                 gbps = taken.gbps(problem.logical_bytes())
                 percent = roofline.percent(gbps, "matched", problem.op)
                 yield {
@@ -94,13 +90,7 @@ def gemms(backend: Backend) -> Iterator[tuple[str, list[float], list[float]]]:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results/steady"))
-    out: Path = parser.parse_args().out
-    backend = get_backend()
-    if backend.device.simulated:
-        sys.exit("perf.steady needs a GPU: what the simulator takes says nothing about speed")
-    out.mkdir(parents=True, exist_ok=True)
+    backend, out = start("steady", __doc__)
     opening = bandwidth.roofline(backend)
     print(opening)
     slower = 0
@@ -126,11 +116,9 @@ def main() -> int:
     facts = {
         "command": "python -m perf.steady",
         "roofline_opening": sweep.roofline_facts(opening),
-        "roofline_closing": sweep.roofline_facts(closing),
-        "drift_pct": round(opening.drift_pct(closing), 3),
-        "suspect": opening.is_suspect(closing),
+        **sweep.closing_facts(opening, closing),
     }
-    print(f"drift {facts['drift_pct']} %{', suspect' * facts['suspect']}")
+    print(f"drift {facts['drift_pct']:.3f} %{', suspect' * facts['suspect']}")
     environment.write(out / "environment.json", facts)
     return int(slower > 0)
 

@@ -132,9 +132,7 @@ def sweep(
     if opening is not None:
         progress(steps - 1, steps, "closing roofline")
         closing = bandwidth.remeasure(opening, backend)
-        facts["roofline_closing"] = roofline_facts(closing)
-        facts["drift_pct"] = opening.drift_pct(closing)
-        facts["suspect"] = opening.is_suspect(closing)
+        facts |= closing_facts(opening, closing)
         environment.write(environment_path, facts)
     progress(steps, steps, "done")
     return Outcome(tuple(rows), rows_cap, opening, closing, csv_path, environment_path)
@@ -151,6 +149,15 @@ def roofline_facts(roofline: Roofline) -> dict[str, object]:
             "stopped": reading.samples.stopped,
         }
         for reading in roofline.readings
+    }
+
+
+def closing_facts(opening: Roofline, closing: Roofline) -> dict[str, object]:
+    """The probes at the end of a run for its JSON file, and how far they moved."""
+    return {
+        "roofline_closing": roofline_facts(closing),
+        "drift_pct": opening.drift_pct(closing),
+        "suspect": opening.is_suspect(closing),
     }
 
 

@@ -84,10 +84,7 @@ RR_FN float load_row_float(const float* base, i64 row) {
 #if RR_AMD && !defined(RR_SIMULATOR)
 #if RR_PATH == PATH_LDS
   typedef const __attribute__((address_space(4))) float* Constant;
-  const u64 address = (u64)(base + row);
-  const u32 low = (u32)__builtin_amdgcn_readfirstlane((int)(u32)address);
-  const u32 high = (u32)__builtin_amdgcn_readfirstlane((int)(u32)(address >> 32));
-  return *(Constant)((u64)high << 32 | low);
+  return *(Constant)uniform((u64)(base + row));
 #else
   return __hip_atomic_load(base + row, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WAVEFRONT);
 #endif
