@@ -43,6 +43,7 @@ class Launch:
         block: threads of a block.
         args: NumPy scalars in the kernel's order, pointers as uint64.
         lds_bytes: dynamic LDS (shared memory) of a block.
+        early: it may start while the launch before it ends, and waits for that in its own text.
     """
 
     entry_point: str
@@ -50,6 +51,7 @@ class Launch:
     block: int
     args: tuple[np.generic, ...] = field(repr=False)
     lds_bytes: int = 0
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ def run(plan: Plan, stream: int = 0) -> None:
     for launch in plan.launches:
         backend.launch(
             functions[launch.entry_point], launch.grid, launch.block, launch.args,
-            launch.lds_bytes, stream,
+            launch.lds_bytes, stream, launch.early,
         )  # fmt: skip
 
 
@@ -205,10 +207,11 @@ def _backward(
             _address(progress * config.paced), rows, cols, np.float32(problem.eps),
         )  # fmt: skip
         yield Launch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
-    if problem.need_dweight and config.finish == "kernel":
+    if problem.need_dweight and config.finish != "last_block":
         args = (_address(partial), np.uint32(partials), cols, _address(dweight))
         grid = -(-problem.cols // finish_columns(problem))
-        yield Launch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"])
+        early = config.finish == "early"
+        yield Launch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
 
 
 def _shared_words(problem: Problem, config: Config, device: DeviceSpec) -> int:

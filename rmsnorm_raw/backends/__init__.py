@@ -64,8 +64,12 @@ class Backend(Protocol):
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
-        """Enqueue one launch; ``args`` are NumPy scalars, pointers as uint64."""
+        """Enqueue one launch; ``args`` are NumPy scalars, pointers as uint64.
+
+        An ``early`` one may start while the launch before it ends.
+        """
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
         """(address, owner) of fresh uninitialised device memory; it lives as long as the owner."""

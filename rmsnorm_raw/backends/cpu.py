@@ -72,15 +72,9 @@ class _Request(ctypes.Structure):
         ("guard", ctypes.c_char_p),
         ("threads", ctypes.c_void_p),
         ("args", ctypes.c_char_p),
-        ("guard_bytes", ctypes.c_uint32),
-        ("lds_bytes", ctypes.c_uint32),
-        ("grid", ctypes.c_uint32),
-        ("block", ctypes.c_uint32),
-        ("lds_stride", ctypes.c_uint32),
-        ("scattered", ctypes.c_uint32),
-        ("land_late", ctypes.c_uint32),
-        ("fault_line", ctypes.c_uint32),
-        ("fault_block", ctypes.c_uint32),
+        *((name, ctypes.c_uint32) for name in ("guard_bytes", "lds_bytes", "grid", "block")),
+        *((name, ctypes.c_uint32) for name in ("lds_stride", "scattered", "land_late", "early")),
+        *((name, ctypes.c_uint32) for name in ("fault_line", "fault_block")),
         ("fault", ctypes.c_char * 256),
     )
 
@@ -202,8 +196,9 @@ class CpuBackend:
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
-        """Run one launch to its end.
+        """Run one launch to its end; an ``early`` one after the launch before it all the same.
 
         Raises:
             LaunchError: a grid, block, LDS size or argument that the device would not take.
@@ -230,6 +225,7 @@ class CpuBackend:
             lds_stride=lds_stride,
             scattered=self._order == "shuffle" and self.device.dialect == "amd",
             land_late=self.landing == "wait",
+            early=early,
         )
         with _MACHINE.lock:
             request.stacks = _MACHINE.stacks(function.slots * block)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rmsnorm_raw.backends import Code, Resources
+from rmsnorm_raw.backends.cuda_driver import launch_early
 from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN, DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source
@@ -284,8 +285,9 @@ class CupyBackend:
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
-        """Enqueue one launch.
+        """Enqueue one launch; an ``early`` one, CUDA's alone, see :func:`launch_early`.
 
         Raises:
             LaunchError: the driver refused it, or an earlier kernel failed.
@@ -293,7 +295,12 @@ class CupyBackend:
         guard = contextlib.nullcontext() if self._is_current() else self._current()
         try:
             with guard:
-                function((grid,), (block,), args, shared_mem=lds_bytes, stream=RawStream(stream))
+                if early:
+                    status = launch_early(function.ptr, grid, block, args, lds_bytes, stream)
+                    self._cupy.cuda.driver.check_status(status)
+                else:
+                    where = RawStream(stream)
+                    function((grid,), (block,), args, shared_mem=lds_bytes, stream=where)
         except self._cupy.cuda.driver.CUDADriverError as error:
             self._clear_last_error()
             raise LaunchError(
