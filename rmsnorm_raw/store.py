@@ -36,6 +36,8 @@ from rmsnorm_raw.records import Key as Key
 from rmsnorm_raw.records import Record as Record
 from rmsnorm_raw.source import render, whole_text
 
+#: what stands in the way of writing; filelock raises the second where a file system has no locks
+CANNOT_WRITE = (OSError, NotImplementedError)
 KNOWN_BEST = Path(__file__).with_name("known_best")
 LOCK_TIMEOUT_S = 10.0
 #: keys that a process remembers; a model needs a few dozen
@@ -184,7 +186,7 @@ def save(key: Key, record: Record) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock():
             environment.replace_text(path, text)
-    except OSError as error:
+    except CANNOT_WRITE as error:
         _warn(
             f"{path} cannot be written ({error}), so the record of {record.config.slug} ends with "
             "this process: set RMSNORM_RAW_CACHE_DIR to a folder that you can write"
@@ -263,7 +265,7 @@ def _set_aside(path: Path) -> dict[Key, Record]:
                 _warn(f"{path} is no record ({damage}): set aside as {aside.name}; search again")
     except FileNotFoundError:
         pass
-    except OSError as error:
+    except CANNOT_WRITE as error:
         _warn(f"{path} is no record, and cannot be set aside ({error}): it is ignored; delete it")
     return {}
 

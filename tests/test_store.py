@@ -509,13 +509,14 @@ def test_a_damaged_file_in_a_read_only_cache_is_ignored_with_a_warning(read_only
     assert read_only.read_bytes() == TEXT[:-20]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write where the mode says that nobody may")
 def test_a_cache_without_the_right_to_write(cache: Path) -> None:
     folders = [written(TEXT).parent, cache / "tuned"]
     (cache / "tuned" / ".lock").unlink(missing_ok=True)
     for folder in folders:
         folder.chmod(0o500)
     try:
+        if os.access(folders[0], os.W_OK):
+            pytest.skip("root may write where the mode says that nobody may")
         assert resolve(FORWARD, gpu()) == (FASTER, "tuned")
         not_saved_but_known()
     finally:
