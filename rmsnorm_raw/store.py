@@ -108,9 +108,9 @@ def choose(
 def resolve(problem: Problem, backend: Backend) -> tuple[Config, str]:
     """The best config known, and where it is from: "tuned", "known best" or "ladder".
 
-    A record with one of the ladder's own choices says that a search left the ladder in place; then
-    the answer is the ladder's for these very rows. So it is, with a warning, where the space
-    refuses a record's config for them.
+    A record without a winner, or with one of the ladder's own choices, says that a search left the
+    ladder in place; then the answer is the ladder's for these very rows. So it is, with a warning,
+    where the space refuses a record's config for them.
 
     Raises:
         InvalidConfig: nothing fits the problem.
@@ -119,7 +119,7 @@ def resolve(problem: Problem, backend: Backend) -> tuple[Config, str]:
     record, origin = lookup(asked), "tuned"
     if record is None:
         record, origin = _known_best(asked.arch).get(_for_package(asked)), "known best"
-    if record is not None and record.config.slug not in asked.ladder:
+    if record is not None and record.has_winner and record.config.slug not in asked.ladder:
         reason = space.reject_reason(problem, backend.device, record.config)
         if reason is None:
             return record.config, origin

@@ -21,6 +21,7 @@ PROBLEM = Problem.forward(5, 256, "fp32")
 TUNED = rr.Config.parse("b128-t32-v16-reg")
 X = np.random.default_rng(0).standard_normal((5, 256)).astype(np.float32)
 WEIGHT = np.ones(256, np.float32)
+SAMPLES = {"cold": {"tuned": (1.0,), "ladder": (2.0,)}}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,9 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tune(backend: Backend, problem: Problem = PROBLEM, config: rr.Config = TUNED) -> None:
-    store.save(store.key(problem, backend), store.Record(config, "FASTER", {}, {}, "", "quick"))
+    store.save(
+        store.key(problem, backend), store.Record(config, "FASTER", SAMPLES, {}, "", "quick")
+    )
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, **given: Any) -> rr.Config:

@@ -110,8 +110,8 @@ def test_a_cell_is_run_with_what_a_search_has_found(
     cpu64: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "folder", lambda: tmp_path / "tuned")
-    tuned = Config.parse("b128-t64-v16-reg")
-    store.save(store.key(TALL, cpu64), store.Record(tuned, "FASTER", {}, {}, "", "quick"))
+    tuned, times = Config.parse("b128-t64-v16-reg"), {"cold": {"tuned": (1.0,), "ladder": (2.0,)}}
+    store.save(store.key(TALL, cpu64), store.Record(tuned, "FASTER", times, {}, "", "quick"))
     outcome = sweep(cpu64, tmp_path, problems=[FORWARD, TALL], rows_cap=4)
     assert [row["verdict"] for row in outcome.rows] == ["PASS"] * 2
     assert outcome.rows[1]["config"] == tuned.slug
