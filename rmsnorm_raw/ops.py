@@ -31,12 +31,18 @@ class Forward(NamedTuple):
     y: Any
     rstd: Any
 
+    def __repr__(self) -> str:
+        return f"Forward(y={_brief(self.y)}, rstd={_brief(self.rstd)})"
+
 
 class Backward(NamedTuple):
     """What :func:`rmsnorm_bwd` gives: dx like x, dweight like weight; None if not asked for."""
 
     dx: Any
     dweight: Any
+
+    def __repr__(self) -> str:
+        return f"Backward(dx={_brief(self.dx)}, dweight={_brief(self.dweight)})"
 
 
 def rmsnorm_fwd(
@@ -296,6 +302,14 @@ def _number(eps: Any) -> float:
         return float(eps)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"eps is {eps!r}: pass a number >= 0") from error
+
+
+def _brief(array: Any) -> str:
+    """An array of any library without its elements."""
+    if array is None:
+        return "None"
+    library, dtype = type(array).__module__.partition(".")[0], str(array.dtype)
+    return f"<{library} {dtype.rpartition('.')[2]} {tuple(array.shape)}>"
 
 
 def _parse(config: Config | Ready | str | None) -> Chosen:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Literal, NamedTuple
 
 from rmsnorm_raw import launch, module, space, store
@@ -100,13 +100,20 @@ def serving(built: Ready, problem: Problem, alignment_bytes: int, where: Device)
     alike = replace(found, alignment=built.problem.alignment) == built.problem
     if not alike or found.alignment < built.problem.alignment:
         raise InvalidInput(
-            f"the kernel is built for {built.problem!r}, and the arrays are {found!r}"
+            f"the kernel is built for {_what_differs(built.problem, found)}, and the arrays are of "
+            f"{_what_differs(found, built.problem)}"
         )
     if where.kind != built.binary.backend.name:
         raise InvalidInput(
             f"the kernel is built for {built.binary.backend.name}, and the arrays are on {where}"
         )
     return built
+
+
+def _what_differs(one: Problem, other: Problem) -> str:
+    names = [field.name for field in fields(Problem)]
+    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
+    return ", ".join(f"{name}={getattr(one, name)!r}" for name in differing)
 
 
 def alignment_bytes(problem: Problem, places: Mapping[str, Tensor]) -> int:

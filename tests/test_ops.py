@@ -645,3 +645,14 @@ def test_without_a_backend_the_message_passes_through(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ready, "get_backend", unavailable)
     with pytest.raises(BackendUnavailable, match="install a compiler"):
         rmsnorm_fwd(X, W)
+
+
+def test_results_are_one_line_in_a_repl() -> None:
+    x, w = torch.ones(2, 3, 8, dtype=torch.bfloat16), torch.ones(8)
+    assert repr(rmsnorm_fwd(x, w)) == (
+        "Forward(y=<torch bfloat16 (2, 3, 8)>, rstd=<torch float32 (2, 3)>)"
+    )
+    x, w = np.ones((3, 8), np.float16), np.ones(8, np.float32)
+    assert repr(rmsnorm_bwd(x, x, w, need_dx=False)) == (
+        "Backward(dx=None, dweight=<numpy float32 (8,)>)"
+    )
