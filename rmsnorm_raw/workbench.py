@@ -36,7 +36,7 @@ from rmsnorm_raw import (
     store,
 )
 from rmsnorm_raw.backends import Backend, Resources, get_backend
-from rmsnorm_raw.backends.kernel_report import KernelReport, LaunchReport
+from rmsnorm_raw.backends.kernel_report import LaunchReport
 from rmsnorm_raw.backends.offline import OfflineCode, offline_backend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec, known_device
@@ -155,6 +155,15 @@ class Kernel:
         return self.binary.resources
 
     @property
+    def asm(self) -> str:
+        """The machine code, as the backend shows it: AMD's, or SASS or PTX.
+
+        Raises:
+            BackendUnavailable: on the simulator; or a tool that shows it is missing.
+        """
+        return self.binary.backend.assembly(self.source)
+
+    @property
     def launches(self) -> tuple[launch.Launch, ...]:
         """What a call launches, in order; the addresses are left at 0."""
         return launch.launches(self.problem, self.config, self.binary)
@@ -251,8 +260,7 @@ class OfflineKernel(Kernel):
     @property
     def asm(self) -> str:
         """The machine code, a line an instruction; those of the row loop begin with "|"."""
-        kernels: Mapping[str, KernelReport] = self._code.kernels
-        return "\n\n".join(f"{name}:\n{each.listing}" for name, each in kernels.items())
+        return self._code.listing
 
     @property
     def _code(self) -> OfflineCode:

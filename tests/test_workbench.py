@@ -185,6 +185,11 @@ def test_an_absent_device_compiles_edits_and_runs_nothing() -> None:
         rr.roofline(kernel.binary.backend)
 
 
+def test_the_simulator_has_no_machine_code_and_says_who_has(forward: Kernel) -> None:
+    with pytest.raises(BackendUnavailable, match=r"rr\.build\(problem, device='gfx950'\)\.asm"):
+        _ = forward.asm
+
+
 # ---- the edit loop -----------------------------------------------------------------------------
 
 
