@@ -74,11 +74,12 @@ def explain(problem: Problem, device: str | DeviceSpec | None = None) -> Explana
     """The space of a problem in words: what is kept, the ladder's choice, what is refused and why.
 
     Args:
-        device: as in :func:`default_config`.
+        device: as in :func:`default_config`; records are those of the device that is here.
     """
     spec = _device(device)
-    found = space.enumerate_configs(problem, spec)
-    return Explanation(problem, spec, found, ladder.default_config(problem, spec))
+    found, choice = space.enumerate_configs(problem, spec), ladder.default_config(problem, spec)
+    used, origin = (choice, "ladder") if device else store.resolve(problem, get_backend())
+    return Explanation(problem, spec, found, choice, used, origin)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -90,12 +91,16 @@ class Explanation:
         device: for which device.
         space: every config, kept or refused with its reason.
         choice: the ladder's config.
+        used: the config of a call that names none.
+        origin: where that is from: "tuned", "known best" or "ladder".
     """
 
     problem: Problem
     device: DeviceSpec
     space: space.Space
     choice: Config
+    used: Config
+    origin: str
 
     @property
     def reasons(self) -> tuple[tuple[int, str, Config], ...]:
@@ -113,6 +118,8 @@ class Explanation:
         kept = self.space.kept
         yield f"{self.problem} on {self.device.name} ({self.device.arch})"
         yield f"{len(kept)} kept, -> the ladder's choice, {len(self.space.rejected)} rejected"
+        if self.used != self.choice:
+            yield f"in use: {self.used.slug} ({self.origin})"
         slugs = [("-> " if config == self.choice else "   ") + config.slug for config in kept]
         if self.choice not in kept:
             slugs.insert(0, f"-> {self.choice.slug}, outside the search")
