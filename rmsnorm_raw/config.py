@@ -24,7 +24,7 @@ POLICY_SLUG = {"keep": "k", "stream": "s"}
 FINISH_SLUG = {"kernel": "fk", "early": "fe", "last_block": "fl"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Config:
     """One point of the kernel space. Omitted knobs have the fixed defaults below, never a guess.
 
@@ -116,6 +116,9 @@ class Config:
         if self.finish != "kernel":
             parts.append(FINISH_SLUG[self.finish])
         return "-".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Config.parse({self.slug!r})"
 
     def __str__(self) -> str:
         return self.slug

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rmsnorm_raw.backends import Backend, Code, Resources
 from rmsnorm_raw.source import Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Binary:
     """A compiled Source.
 
@@ -19,8 +19,8 @@ class Binary:
     """
 
     source: Source
-    backend: Backend = field(repr=False)
-    code: Code = field(repr=False)
+    backend: Backend
+    code: Code
 
     @property
     def resources(self) -> dict[str, Resources]:
@@ -31,6 +31,10 @@ class Binary:
     def object_digest(self) -> str:
         """Digest of the machine code: equal digests are the same kernel, to be timed once."""
         return self.code.object_digest
+
+    def __repr__(self) -> str:
+        name = f"{self.source.name} {self.source.slug}"
+        return f"<Binary {name} on {self.backend.name}, code {self.object_digest[:8]}>"
 
 
 def build(source: Source, backend: Backend) -> Binary:

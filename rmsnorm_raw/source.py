@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.kernels import backward, blocks, finish, forward, pace, prelude, ring, rows
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.space import (
     FINISH_BLOCK,
     TILE_CHUNKS,
@@ -19,7 +19,7 @@ from rmsnorm_raw.space import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Source:
     """What a backend compiles.
 
@@ -32,7 +32,7 @@ class Source:
     """
 
     name: str
-    text: str = field(repr=False)
+    text: str
     defines: tuple[tuple[str, str], ...]
     entry_points: tuple[str, ...]
     slug: str = ""
@@ -42,6 +42,10 @@ class Source:
         """SHA-256 of all that the compiler sees (text and defines), as hex."""
         seen = "\0".join((self.text, *(f"{name}={value}" for name, value in self.defines)))
         return hashlib.sha256(seen.encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        lines = len(self.text.splitlines())
+        return f"<Source {self.name} {self.slug}, {lines} lines, digest {self.digest[:8]}>"
 
 
 _KIND = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
@@ -60,6 +64,12 @@ def target_defines(device: DeviceSpec) -> tuple[tuple[str, str], ...]:
     if device.dialect == "amd":
         target.append(("RR_GFX", device.arch.removeprefix("gfx")))
     return tuple(target)
+
+
+def whole_text(op: Op) -> str:
+    """All the text that the configs of an operation are rendered from."""
+    shared = prelude.TEXT + rows.TEXT + blocks.TEXT + ring.TEXT + pace.TEXT
+    return shared + (forward.TEXT if op == "forward" else finish.TEXT + backward.TEXT)
 
 
 def render(

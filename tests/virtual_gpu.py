@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rmsnorm_raw.backends import Code
+from rmsnorm_raw.backends import Code, Toolchain
 from rmsnorm_raw.device import KNOWN, DeviceSpec
 from rmsnorm_raw.source import Source
 
@@ -28,6 +28,7 @@ class VirtualGpu:
     """
 
     name = "virtual"
+    toolchain = Toolchain("none", "")
 
     def __init__(
         self,
@@ -84,6 +85,9 @@ class VirtualGpu:
     def compile(self, source: Source) -> Code:
         functions = {entry: (entry, dict(source.defines)) for entry in source.entry_points}
         return Code(functions, {}, "", source.digest)
+
+    def assembly(self, source: Source) -> str:
+        raise NotImplementedError
 
     def launch(
         self,

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rmsnorm_raw.backends import Code, Resources
+from rmsnorm_raw.backends import Code, Resources, Toolchain, nvrtc_assembly
 from rmsnorm_raw.backends.cuda_driver import launch_early
+from rmsnorm_raw.backends.offline import compile_offline
 from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN, DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source
@@ -222,6 +223,15 @@ class CupyBackend:
         self.device = device_spec(self._runtime.getDeviceProperties(index), name)
         self._codes: dict[str, Code] = {}
 
+    @functools.cached_property
+    def toolchain(self) -> Toolchain:
+        """ROCm by its runtime, for hiprtc comes with it; NVRTC by itself, for it need not."""
+        if self._runtime.is_hip:
+            compiler = f"ROCm {self._runtime.runtimeGetVersion()}"
+        else:
+            compiler = "NVRTC {}.{}".format(*self._cupy.cuda.nvrtc.getVersion())
+        return Toolchain(compiler, self._cupy.__version__)
+
     def compile(self, source: Source) -> Code:
         """Compile with hiprtc or NVRTC, or take it from this process; CuPy's disk cache is below.
 
@@ -276,6 +286,18 @@ class CupyBackend:
             for value in (kernel.num_regs, kernel.shared_size_bytes, kernel.local_size_bytes)
         )
         return Resources(registers, lds_bytes, spill_bytes)
+
+    def assembly(self, source: Source) -> str:
+        """AMD's machine code by the installed ROCm's own compiler; SASS or PTX of NVRTC's.
+
+        Raises:
+            CompileError: with the slug and the compiler's log.
+            BackendUnavailable: a tool that shows it is missing or fails.
+            InvalidInput: AMD's compiler is not asked for this architecture.
+        """
+        if self._runtime.is_hip:
+            return compile_offline(source, self.device.arch).listing
+        return nvrtc_assembly.assembly(source, self.device.arch, self._cupy.cuda.nvrtc)
 
     def launch(
         self,

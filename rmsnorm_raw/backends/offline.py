@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rmsnorm_raw.backends import Code, Resources
+from rmsnorm_raw.backends import Code, Resources, Toolchain
 from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.rocm_libraries import (
     FETCH,
@@ -62,6 +62,11 @@ class OfflineCode(Code):
         """A report of each entry point."""
         return self.functions
 
+    @property
+    def listing(self) -> str:
+        """The machine code, a line an instruction; those of the row loop begin with "|"."""
+        return "\n\n".join(f"{name}:\n{each.listing}" for name, each in self.kernels.items())
+
 
 class OfflineBackend:
     """The backend of a device that is not here: it compiles, and can do nothing else."""
@@ -76,9 +81,22 @@ class OfflineBackend:
         self.name = f"{arch} (no device)"
         self.device = KNOWN[arch]
 
+    @property
+    def toolchain(self) -> Toolchain:
+        """The hiprtc that :func:`compile_offline` takes.
+
+        Raises:
+            BackendUnavailable: there is no ROCm.
+        """
+        return Toolchain(f"hiprtc of ROCm {rocm_release(find_libraries()[0])}")
+
     def compile(self, source: Source) -> OfflineCode:
         """See :func:`compile_offline`."""
         return compile_offline(source, self.device.arch)
+
+    def assembly(self, source: Source) -> str:
+        """See :attr:`OfflineCode.listing`."""
+        return self.compile(source).listing
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises BackendUnavailable, whatever is asked for."""

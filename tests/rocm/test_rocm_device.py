@@ -35,6 +35,12 @@ def test_the_first_backend_is_rocm_on_a_gfx950(rocm: Backend) -> None:
         assert getattr(rocm.device, fact) == getattr(KNOWN["gfx950"], fact), fact
 
 
+def test_the_toolchain_is_rocms_runtime_and_cupy(rocm: Backend, cupy: Any) -> None:
+    version = cupy.cuda.runtime.runtimeGetVersion()
+    assert rocm.toolchain == (f"ROCm {version}", cupy.__version__)
+    assert version // 10_000_000 == 7
+
+
 def test_without_kfd_the_cache_is_the_floor(cupy: Any, tmp_path: Path) -> None:
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     assert properties["l2CacheSize"] == 4 << 20
@@ -52,6 +58,13 @@ def test_the_driver_says_of_a_kernel_what_the_compiler_says(rocm: Backend, op: s
         name: rr.backends.Resources(each.registers, each.lds_bytes, each.spill_bytes)
         for name, each in compile_offline(source, "gfx950").resources.items()
     }
+
+
+def test_a_kernels_machine_code_is_that_of_its_device(rocm: Backend) -> None:
+    problem = Problem.backward(64, 4096, "bf16")
+    kernel = rr.build(problem, backend=rocm)
+    assert kernel.asm == rr.build(problem, device="gfx950").asm
+    assert "s_endpgm" in kernel.asm
 
 
 # ---- other machines, each a process of its own ---------------------------------------------------
