@@ -7,15 +7,14 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rmsnorm_raw import bandwidth, check, environment, ladder, measure, workbench
+from rmsnorm_raw import bandwidth, check, environment, ladder, measure, module, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import DRIFT_PCT, PROBES, Roofline
 from rmsnorm_raw.config import Config
@@ -257,19 +256,17 @@ def build_all(
     backend: Backend,
     progress: Progress = lambda done, total, label: None,
 ) -> None:
-    """Fill the backend's cache: each distinct source once, as many at a time as there are cores.
+    """Fill the backend's cache, see :func:`.module.build_all`.
 
     An error is left for the cell that meets it again.
     """
-    rendered = (workbench.render(problem, config, backend.device) for problem, config in planned)
-    sources = {source.digest: source for source in rendered}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        building = [pool.submit(backend.compile, source) for source in sources.values()]
-        try:
-            for done, _ in enumerate(as_completed(building)):
-                progress(done, len(building), f"build {len(building)} kernels")
-        finally:
-            pool.shutdown(cancel_futures=True)  # an interrupt does not wait for what has not begun
+    sources = [workbench.render(problem, config, backend.device) for problem, config in planned]
+    count, done = len({source.digest for source in sources}), itertools.count()
+    module.build_all(
+        sources,
+        backend,
+        ended=lambda source, found: progress(next(done), count, f"build {count} kernels"),
+    )
 
 
 def _run_cell(
