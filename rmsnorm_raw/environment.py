@@ -100,11 +100,22 @@ def write(path: Path, extra: Mapping[str, object]) -> None:
         OSError: the folder cannot be written.
         TypeError: ``extra`` holds what JSON cannot.
     """
-    text = json.dumps({**collect(), **extra}, indent=2) + "\n"
+    replace_text(path, json.dumps({**collect(), **extra}, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file as a whole: a reader finds the old text or the new one. Creates the folder.
+
+    Raises:
+        OSError: it cannot be written; the old file stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def command(args: Sequence[str]) -> list[str]:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 Regime = Literal["cold", "steady"]
 Call = Callable[[], object]
 
+#: raise it when a time would come out otherwise than it did: times of two protocols say nothing of
+#: each other, and tuned records of an older one are not served
+TIMING_PROTOCOL = 1
 #: samples between two synchronisations: they keep the device busy, and their launches fit the 1024
 #: entries of a CUDA channel
 BATCH = 12

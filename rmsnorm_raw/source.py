@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.kernels import backward, blocks, finish, forward, pace, prelude, ring, rows
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.space import (
     FINISH_BLOCK,
     TILE_CHUNKS,
@@ -60,6 +60,12 @@ def target_defines(device: DeviceSpec) -> tuple[tuple[str, str], ...]:
     if device.dialect == "amd":
         target.append(("RR_GFX", device.arch.removeprefix("gfx")))
     return tuple(target)
+
+
+def whole_text(op: Op) -> str:
+    """All the text that the configs of an operation are rendered from."""
+    shared = prelude.TEXT + rows.TEXT + blocks.TEXT + ring.TEXT + pace.TEXT
+    return shared + (forward.TEXT if op == "forward" else finish.TEXT + backward.TEXT)
 
 
 def render(

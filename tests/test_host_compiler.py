@@ -99,7 +99,7 @@ def test_a_damaged_object_is_built_again(
 
 def test_builders_at_the_same_time(counted: tuple[tuple[str, ...], Path], cache: Path) -> None:
     command, notes = counted
-    host_compiler._version(command)
+    host_compiler.version(command)
     with ThreadPoolExecutor(4) as pool:
         built = list(pool.map(lambda _: build(UNIT, command, ""), range(4)))
     assert notes.read_text().count("unit.cpp") > 1  # or nobody was in anybody's way

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rmsnorm_raw.backends import Code
+from rmsnorm_raw.backends import Code, Toolchain
 from rmsnorm_raw.device import KNOWN, DeviceSpec
 from rmsnorm_raw.source import Source
 
@@ -28,6 +28,7 @@ class VirtualGpu:
     """
 
     name = "virtual"
+    toolchain = Toolchain("none", "")
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -47,11 +47,27 @@ class Code:
     object_digest: str
 
 
+class Toolchain(NamedTuple):
+    """What makes machine code here, and so what a measured time depends on.
+
+    Attributes:
+        compiler: its name and version, e.g. "NVRTC 12.9".
+        cupy: CuPy's version; "" where it takes no part.
+    """
+
+    compiler: str
+    cupy: str = ""
+
+
 class Backend(Protocol):
     """What every backend offers. Streams are integers: the raw handle, 0 for the default stream."""
 
     name: str
     device: DeviceSpec
+
+    @property
+    def toolchain(self) -> Toolchain:
+        """The compiler behind :meth:`compile`."""
 
     def compile(self, source: Source) -> Code:
         """Compile, or load from the cache. Raises CompileError with the compiler's log."""

@@ -13,13 +13,18 @@ import functools
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from rmsnorm_raw.backends import Backend, Code, Resources
-from rmsnorm_raw.backends.host_compiler import Parameter, build, compilers, translation_unit
+from rmsnorm_raw.backends import Backend, Code, Resources, Toolchain
+from rmsnorm_raw.backends.host_compiler import (
+    Function,
+    build,
+    compilers,
+    translation_unit,
+    version,
+)
 from rmsnorm_raw.device import SIMULATED
 from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, LaunchError, SimulatorError
@@ -83,20 +88,6 @@ class _Request(ctypes.Structure):
         ("fault_block", ctypes.c_uint32),
         ("fault", ctypes.c_char * 256),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Function:
-    """A kernel of a loaded object.
-
-    ``file`` is its source's name, for messages; ``slots`` is how many of its blocks are resident.
-    """
-
-    entry_point: str
-    file: str
-    parameters: tuple[Parameter, ...]
-    slots: int
-    run: Any = field(repr=False)
 
 
 def _aligned(address: int) -> int:
@@ -178,6 +169,11 @@ class CpuBackend:
 
     # ---- building ------------------------------------------------------------------------------
 
+    @property
+    def toolchain(self) -> Toolchain:
+        """The C++ compiler, by the first line that it says of itself."""
+        return Toolchain(next(iter(version(self._compiler).splitlines()), ""))
+
     def compile(self, source: Source) -> Code:
         """Compile, or load from the cache; see :func:`rmsnorm_raw.backends.host_compiler.build`.
 
@@ -188,7 +184,9 @@ class CpuBackend:
         unit = translation_unit(source, self.device)
         built = build(unit, self._compiler, source.slug)
         library = ctypes.CDLL(str(built.path))
-        functions = {entry: _load(library, entry, source.name) for entry in source.entry_points}
+        functions = {
+            entry: Function.of(library, entry, source.name) for entry in source.entry_points
+        }
         resources = {entry: Resources() for entry in functions}
         return Code(functions, resources, built.log, built.digest)
 
@@ -222,7 +220,7 @@ class CpuBackend:
             lds=_MACHINE.lds,
             guard=GUARD,
             threads=threads.ctypes.data,
-            args=_packed(function, args),
+            args=function.packed(args),
             guard_bytes=len(GUARD),
             lds_bytes=lds_bytes,
             grid=grid,
@@ -377,24 +375,3 @@ def _guards(
         (-len(GUARD), whole[start - len(GUARD) : start]),
         (size_bytes, whole[end : end + len(GUARD)]),
     )
-
-
-def _packed(function: _Function, args: Sequence[np.generic]) -> bytes:
-    """The arguments as the launcher reads them: 8 bytes each."""
-    name, parameters = function.entry_point, function.parameters
-    if len(args) != len(parameters):
-        raise LaunchError(f"{name} takes {len(parameters)} arguments: {len(args)} were given")
-    for index, (arg, parameter) in enumerate(zip(args, parameters, strict=True)):
-        if not isinstance(arg, np.generic) or not parameter.takes(arg):
-            kind = arg.dtype if isinstance(arg, np.generic) else type(arg).__name__
-            raise LaunchError(
-                f"{name}: argument {index} ({arg}, {kind}) should be a NumPy scalar for {parameter}"
-            )
-    return b"".join(arg.tobytes().ljust(8, b"\0") for arg in args)
-
-
-def _load(library: ctypes.CDLL, entry_point: str, file: str) -> _Function:
-    run = library[f"rr_sim_run_{entry_point}"]
-    run.argtypes, run.restype = (ctypes.POINTER(_Request),), None
-    parameters = Parameter.all_of(library, entry_point)
-    return _Function(entry_point, file, parameters, library.rr_sim_slots(), run)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rmsnorm_raw.backends import Code, Resources
+from rmsnorm_raw.backends import Code, Resources, Toolchain
 from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN, DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source
@@ -221,6 +221,15 @@ class CupyBackend:
         self.index = index
         self.device = device_spec(self._runtime.getDeviceProperties(index), name)
         self._codes: dict[str, Code] = {}
+
+    @functools.cached_property
+    def toolchain(self) -> Toolchain:
+        """ROCm by its runtime, for hiprtc comes with it; NVRTC by itself, for it need not."""
+        if self._runtime.is_hip:
+            compiler = f"ROCm {self._runtime.runtimeGetVersion()}"
+        else:
+            compiler = "NVRTC {}.{}".format(*self._cupy.cuda.nvrtc.getVersion())
+        return Toolchain(compiler, self._cupy.__version__)
 
     def compile(self, source: Source) -> Code:
         """Compile with hiprtc or NVRTC, or take it from this process; CuPy's disk cache is below.

@@ -1,6 +1,6 @@
 """From a source to a shared object of the simulator: the C++ compilers here, and their cache.
 
-Also what an object says of its kernels: the parameters that each takes.
+Also what an object says of its kernels: the parameters that each takes, and how they are packed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.environment import cache_dir
-from rmsnorm_raw.errors import BackendUnavailable, CompileError
+from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source, target_defines
 
 #: of the cache; raise it when a key would have to give another object than it did
@@ -103,6 +105,47 @@ class Parameter(NamedTuple):
         return f"{kind} of {self.size_bytes} bytes"
 
 
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A kernel of a loaded object.
+
+    ``file`` is its source's name, for messages; ``slots`` is how many of its blocks are resident;
+    ``run`` takes the launch by its address.
+    """
+
+    entry_point: str
+    file: str
+    parameters: tuple[Parameter, ...]
+    slots: int
+    run: Any = field(repr=False)
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, entry_point: str, file: str) -> Function:
+        """The kernel of that name in an object."""
+        run = library[f"rr_sim_run_{entry_point}"]
+        run.argtypes, run.restype = (ctypes.c_void_p,), None
+        parameters = Parameter.all_of(library, entry_point)
+        return cls(entry_point, file, parameters, library.rr_sim_slots(), run)
+
+    def packed(self, args: Sequence[np.generic]) -> bytes:
+        """The arguments as the launcher reads them: 8 bytes each.
+
+        Raises:
+            LaunchError: their number, or the kind of one, is not the kernel's.
+        """
+        name, parameters = self.entry_point, self.parameters
+        if len(args) != len(parameters):
+            raise LaunchError(f"{name} takes {len(parameters)} arguments: {len(args)} were given")
+        for index, (arg, parameter) in enumerate(zip(args, parameters, strict=True)):
+            if not isinstance(arg, np.generic) or not parameter.takes(arg):
+                kind = arg.dtype if isinstance(arg, np.generic) else type(arg).__name__
+                raise LaunchError(
+                    f"{name}: argument {index} ({arg}, {kind}) should be a NumPy scalar for "
+                    f"{parameter}"
+                )
+        return b"".join(arg.tobytes().ljust(8, b"\0") for arg in args)
+
+
 def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:
     """Compile a translation unit, or take it from :func:`rmsnorm_raw.environment.cache_dir`.
 
@@ -120,7 +163,7 @@ def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:
         BackendUnavailable: the compiler does not run, or the cache folder cannot be used.
     """
     command = (*compiler, *_FLAGS, *_cpu_flags(), "unit.cpp", *_LIBRARIES, "-o", "unit.so")
-    seen = "\0".join((str(SCHEMA_VERSION), _version(compiler), *command, unit))
+    seen = "\0".join((str(SCHEMA_VERSION), version(compiler), *command, unit))
     entry = cache_dir() / "simulator" / hashlib.sha256(seen.encode()).hexdigest()
     try:
         for path in entry.glob("*.so"):
@@ -161,7 +204,12 @@ def _digest(path: Path) -> str:
 
 
 @functools.cache
-def _version(compiler: tuple[str, ...]) -> str:
+def version(compiler: tuple[str, ...]) -> str:
+    """What a compiler says of itself.
+
+    Raises:
+        BackendUnavailable: it does not run.
+    """
     try:
         asked = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rmsnorm_raw.backends import Code, Resources
+from rmsnorm_raw.backends import Code, Resources, Toolchain
 from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.rocm_libraries import (
     FETCH,
@@ -75,6 +75,15 @@ class OfflineBackend:
         _require_architecture(arch)
         self.name = f"{arch} (no device)"
         self.device = KNOWN[arch]
+
+    @property
+    def toolchain(self) -> Toolchain:
+        """The hiprtc that :func:`compile_offline` takes.
+
+        Raises:
+            BackendUnavailable: there is no ROCm.
+        """
+        return Toolchain(f"hiprtc of ROCm {rocm_release(find_libraries()[0])}")
 
     def compile(self, source: Source) -> OfflineCode:
         """See :func:`compile_offline`."""

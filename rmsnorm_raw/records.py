@@ -1,0 +1,168 @@
+"""Records: what a search found, for which key, and how both are written down.
+
+A document is JSON, sorted, with a checksum of each record: a file that was cut or changed in any
+way does not pass for a record, and one of another schema is told from a damaged one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NoReturn
+
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.problem import Op, Problem
+
+#: of documents and keys; raise it with any change of their fields or of what these mean
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a record was measured for and with. Two equal keys may share a record.
+
+    Attributes:
+        schema: :data:`SCHEMA`.
+        op, cols, dtype, weight_dtype, store_rstd, has_rstd, need_dx, need_dweight: the problem's.
+        vec: ``Problem.widest_vec``, which is all that alignment decides.
+        rows_from: the bucket of rows: from here to less than twice as many.
+        device, arch, compute_units: the device's; ``device`` is its name.
+        compiler, cupy: see :class:`rmsnorm_raw.backends.Toolchain`.
+        kernels: digest of all the text of the operation, and of what it is rendered to.
+        ladder: the slugs of the ladder's choices at both ends of the bucket; "" where nothing fits.
+        timing: :data:`rmsnorm_raw.measure.TIMING_PROTOCOL`.
+    """
+
+    schema: int
+    op: Op
+    cols: int
+    dtype: str
+    weight_dtype: str | None
+    store_rstd: bool
+    has_rstd: bool
+    need_dx: bool
+    need_dweight: bool
+    vec: int
+    rows_from: int
+    device: str
+    arch: str
+    compute_units: int
+    compiler: str
+    cupy: str
+    kernels: str
+    ladder: tuple[str, str]
+    timing: int
+
+    @property
+    def problem(self) -> Problem:
+        """The problem at the lower end of the bucket."""
+        return Problem(
+            self.op, self.rows_from, self.cols, self.dtype, self.weight_dtype,
+            store_rstd=self.store_rstd, has_rstd=self.has_rstd, need_dx=self.need_dx,
+            need_dweight=self.need_dweight, alignment=self.vec,
+        )  # fmt: skip
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all fields, as hex."""
+        return sha256(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a search found for a key.
+
+    Attributes:
+        config: the winner; the ladder's where no other was faster beyond doubt.
+        reason: why, in a sentence.
+        samples: regime -> "tuned" and "ladder" -> times in microseconds.
+        counts: candidates, and failures by kind.
+        environment: digest of the run's environment.json.
+        effort: of the search.
+    """
+
+    config: Config
+    reason: str
+    samples: Mapping[str, Mapping[str, tuple[float, ...]]]
+    counts: Mapping[str, int]
+    environment: str
+    effort: str
+
+
+class Damaged(Exception):
+    """A file that is not what was written."""
+
+
+def document(keys_and_records: Iterable[tuple[Key, Record]]) -> str:
+    """The text of a document: a line a field, times on one line.
+
+    Raises:
+        ValueError: a time is not finite.
+    """
+    entries = []
+    for key, record in keys_and_records:
+        entry = {"key": asdict(key), "record": _fields(record)}
+        entries.append(entry | {"sha256": sha256(entry)})
+    entries.sort(key=lambda entry: json.dumps(entry, sort_keys=True))
+    whole = {"schema": SCHEMA, "records": entries}
+    text = json.dumps(whole, indent=1, sort_keys=True, allow_nan=False)
+    return re.sub(r"\[\n([^][{}\"]*)\n\s*\]", _on_one_line, text) + "\n"
+
+
+def _fields(record: Record) -> dict[str, object]:
+    samples = {
+        regime: {name: [float(time) for time in times] for name, times in sides.items()}
+        for regime, sides in record.samples.items()
+    }
+    return {
+        "config": record.config.slug, "reason": record.reason, "samples": samples,
+        "counts": dict(record.counts), "environment": record.environment, "effort": record.effort,
+    }  # fmt: skip
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return f"[{' '.join(numbers[1].split())}]"
+
+
+def parse(data: bytes) -> dict[Key, Record]:
+    """The records of a document; none where it is of another schema.
+
+    Raises:
+        Damaged: it does not read, or is not what :func:`document` wrote.
+    """
+    try:
+        whole = json.loads(data, parse_constant=_refuse)
+        if whole["schema"] != SCHEMA:
+            return {}
+        return dict(map(_entry, whole["records"]))
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def _entry(entry: dict[str, Any]) -> tuple[Key, Record]:
+    content = {"key": entry["key"], "record": entry["record"]}
+    if entry["sha256"] != sha256(content):
+        raise ValueError("the checksum is of another content")
+    key, found = dict(entry["key"]), dict(entry["record"])
+    if key.keys() != {field.name for field in fields(Key)}:
+        raise ValueError("the key has other fields")
+    first, last = key.pop("ladder")
+    samples = {
+        regime: {name: tuple(times) for name, times in sides.items()}
+        for regime, sides in found.pop("samples").items()
+    }
+    config = Config.parse(found.pop("config"))
+    return Key(**key, ladder=(first, last)), Record(config=config, samples=samples, **found)
+
+
+def sha256(content: object) -> str:
+    """Digest of JSON content, as hex."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
