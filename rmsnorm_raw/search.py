@@ -253,7 +253,7 @@ class Search:
     def _fault(self, config: Config, fault: Fault) -> None:
         """Count a config out; the ladder's ends the search."""
         if config == self.ladder:
-            raise _failed(config, fault)
+            raise ladder_failed(config, fault)
         self.counts[fault.kind] += 1
         self.faults[config] = fault
         self.standings.pop(config, None)
@@ -338,7 +338,7 @@ class Search:
             for step in (self.steps.gate, self.steps.try_out):
                 found = step(problem, [base, config])
                 if isinstance(fault := found[base], Fault):
-                    raise _failed(base, fault)
+                    raise ladder_failed(base, fault)
                 if isinstance(fault := found[config], Fault):
                     self._fault(config, fault)
                     return f"fails at {rows} rows: {fault.message}"
@@ -387,7 +387,7 @@ class Search:
         )
 
 
-def _failed(config: Config, fault: Fault) -> Exception:
+def ladder_failed(config: Config, fault: Fault) -> Exception:
     """What to raise where the ladder's own config fails."""
     message = f"the ladder's config {config.slug!r} ({fault.kind}): {fault.message}"
     kinds: dict[str, type[Exception]] = {"memory": MemoryError, "correctness": WrongResult}

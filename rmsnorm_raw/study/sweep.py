@@ -245,6 +245,21 @@ def summary(outcome: Outcome) -> list[str]:
     return lines
 
 
+#: column of a sweep -> its title in a printed table; what is not here is in the CSV alone
+TITLES = {
+    "op": "op", "m": "m", "n": "n", "act": "x", "weight": "w", "config": "config",
+    "verdict": "verdict", "median_us": "us", "gbps": "GB/s", "pct_copy": "% copy",
+    "pct_write": "% write", "pct_2r1w": "% 2r1w", "pct_best": "% best", "pct_matched": "% matched",
+}  # fmt: skip
+
+
+def printed(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of a table, without columns that are empty throughout (simulated speeds)."""
+    titles = TITLES | ({"median_us": "simulated us"} if rows[0]["simulated"] == "true" else {})
+    columns = [column for column in titles if any(row[column] for row in rows)]
+    return [titles[column] for column in columns], [[row[c] for c in columns] for row in rows]
+
+
 def geometric_mean(rows: Iterable[Row], column: str) -> float | None:
     """Of a column of numbers, over the rows that have one; None where none has."""
     logs = [math.log(float(row[column])) for row in rows if row[column]]
