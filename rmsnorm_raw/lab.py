@@ -50,6 +50,9 @@ class Steps(Protocol):
     ``until`` is a time of :func:`time.monotonic`: a config whose turn comes later has no result.
     """
 
+    def start(self) -> None:
+        """Whatever takes long and is done once; a search's time begins after it."""
+
     def compile(
         self, problem: Problem, configs: Sequence[Config], until: float = math.inf
     ) -> dict[Config, str | Fault]:

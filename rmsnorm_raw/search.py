@@ -69,7 +69,7 @@ QUICK = Effort(
     Limits(budget_s=0.5, goal_pct=0.5, min_samples=6, max_samples=12),
 )  # fmt: skip
 FULL = Effort(
-    "full", {"forward": math.inf, "backward": math.inf}, 1.0, 64,
+    "full", {"forward": math.inf, "backward": math.inf}, 0.7, 64,
     ((32, 24), (12, 60), (6, 120)), 4,
     Limits(budget_s=2.0, goal_pct=0.3, min_samples=60, max_samples=240),
     Limits(budget_s=2.0, goal_pct=0.3, min_samples=12, max_samples=24),
@@ -167,6 +167,7 @@ class Search:
         self._began = clock()
         self._budget_s = effort.budget_s[problem.op] if budget_s is None else budget_s
         self._identities: set[str] = set()
+        self._gated: set[Config] = set()
 
     @property
     def took_s(self) -> float:
@@ -197,28 +198,36 @@ class Search:
         kept = self._enumerate()
         explorer = candidates.Explorer(kept, self.ladder)
         until = self._began + self.effort.exploring * self._budget_s
-        self._round([self.ladder], math.inf)
-        leaders: list[Config] = []
-        round_s = 0.0
-        while len(explorer) and self._clock() + round_s <= until:
-            self._progress(f"{len(kept) - len(explorer)} of {len(kept)} configs tried")
+        configs = [self.ladder, *explorer.take(self.effort.round)]
+        while configs:
             began = self._clock()
-            self._round(explorer.take(self.effort.round, leaders), until)
-            round_s = self._clock() - began
-            leaders = sorted(self.standings, key=lambda c: -self.standings[c].ratio)[:LEADERS]
-            if self.device.simulated:
+            self._round(configs, until)
+            self._progress(f"{len(kept) - len(explorer)} of {len(kept)} configs tried")
+            now = self._clock()
+            if now + (now - began) > until or self.device.simulated:
                 return
+            leaders = sorted(self.standings, key=lambda c: -self.standings[c].ratio)[:LEADERS]
+            configs = explorer.take(self.effort.round, leaders)
 
     def _enumerate(self) -> list[Config]:
-        """The kept configs that fit at both ends of the bucket, too; the others are counted."""
+        """What to try: the kept configs, and those one knob from the ladder's that no plane holds.
+
+        They fit at both ends of the bucket too, and are the ladder's choice at neither: a record of
+        such a one says that the ladder stays.
+        """
         found = space.enumerate_configs(self.problem, self.device)
+        near = (c for _, c in candidates.one_factor(self.problem, self.device, self.ladder))
         ends = [replace(self.problem, rows=rows) for rows in self._rows_served()]
+        choices = {ladder.default_config(end, self.device) for end in ends}
         kept = [
             config
-            for config in found.kept
-            if not any(space.reject_reason(end, self.device, config) for end in ends)
+            for config in dict.fromkeys((*found.kept, *near))
+            if config not in choices
+            and not space.inert_reason(self.problem, self.device, config)
+            and not any(space.reject_reason(end, self.device, config) for end in ends)
         ]
-        self.counts["constraints"] = len(found.rejected) + len(found.kept) - len(kept)
+        refused = set(found.kept) - set(kept) - choices
+        self.counts["constraints"] = len(found.rejected) + len(refused)
         return kept
 
     def _rows_served(self) -> tuple[int, ...]:
@@ -226,7 +235,7 @@ class Search:
         return tuple(dict.fromkeys((self.problem.rows, *store.bucket(self.problem.rows))))
 
     def _round(self, configs: Sequence[Config], until: float) -> None:
-        """Compile, gate and screen some configs; where the ladder's is among them, it is gated."""
+        """Compile, gate and screen some configs; the ladder's is the first of the first round."""
         fresh = []
         for config, found in self.steps.compile(self.problem, configs, until).items():
             if isinstance(found, Fault):
@@ -241,6 +250,9 @@ class Search:
         few = replace(self.problem, rows=rows)
         passed = self._sound(self.steps.gate(few, fresh, until))
         self.counts["correct"] += len(passed)
+        self._gated |= set(passed)
+        if self.ladder not in self._gated:
+            return  # the budget was spent before that
         passed = [config for config in passed if config != self.ladder]
         self._screen(few if simulated else self.problem, passed, SCREEN_SAMPLES)
 
@@ -309,6 +321,7 @@ class Search:
 
     def _play(self, finalists: Sequence[Config]) -> None:
         lost = []
+        self.why = "the finals were not played to an end, so the ladder stays"
         for config in finalists:
             self._progress(f"finals of {config.slug}")
             if not (reason := self._final(config)):
@@ -328,8 +341,6 @@ class Search:
         for rows in self._rows_served():
             problem = replace(self.problem, rows=rows)
             base = ladder.default_config(problem, self.device)
-            if base == config:  # the ladder's own choice at that end
-                continue
             if too_large := self._too_large(problem, (base, config)):
                 self.skipped.append(too_large)
                 continue

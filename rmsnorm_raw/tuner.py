@@ -15,7 +15,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -46,7 +46,7 @@ class Decision:
         config: the winner; the ladder's, unless another is faster beyond doubt.
         ladder: the ladder's config.
         why: a sentence.
-        origin: "searched", "tuned" (a record of an earlier search), "known best" or "ladder".
+        origin: "searched", "record" (of an earlier search), or what :func:`.store.resolve` says.
         effort: "none", "quick" or "full".
         counts: configs by what became of them.
         standings: each timed candidate beside the ladder's config, the fastest first.
@@ -196,8 +196,10 @@ def tune(
         return _recorded(problem, where, found)
     interrupted = False
     with contextlib.ExitStack() as stack:
-        worker = steps or stack.enter_context(Worker.on(where))
-        search = Search(problem, where.device, worker, asked, budget_s=budget_s, progress=progress)
+        if steps is None:
+            steps = stack.enter_context(Worker.on(where))
+        steps.start()
+        search = Search(problem, where.device, steps, asked, budget_s=budget_s, progress=progress)
         try:
             search.run()
         except KeyboardInterrupt:
@@ -208,11 +210,18 @@ def tune(
         store.save(
             key,
             store.Record(
-                config=decision.config, reason=decision.why, samples=decision.samples,
+                config=decision.config if decision.tuned else _stays(problem, where), reason=decision.why, samples=decision.samples,
                 counts=decision.counts, environment=environment_digest(), effort=effort,
             ),
         )  # fmt: skip
     return decision
+
+
+def _stays(problem: Problem, backend: Backend) -> Config:
+    """What a record has where the ladder stays: its choice at the lower end of the bucket."""
+    return ladder.default_config(
+        replace(problem, rows=store.bucket(problem.rows)[0]), backend.device
+    )
 
 
 def _rank(effort: str) -> int:
@@ -239,7 +248,7 @@ def _recorded(problem: Problem, backend: Backend, record: store.Record) -> Decis
     base = ladder.default_config(problem, backend.device)
     config, _ = store.resolve(problem, backend)
     return Decision(
-        problem, backend.device.name, config, base, record.reason, "tuned", record.effort,
+        problem, backend.device.name, config, base, record.reason, "record", record.effort,
         record.counts, samples=record.samples,
     )  # fmt: skip
 

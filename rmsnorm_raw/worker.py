@@ -24,8 +24,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from rmsnorm_raw.backends import Backend, get_backend
+from rmsnorm_raw.backends.cupy_backend import backend_of_device
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import RmsnormRawError
+from rmsnorm_raw.gate import DeviceEngine
 from rmsnorm_raw.lab import Fault, Lab, Unhealthy
 from rmsnorm_raw.measure import Limits, Regime, Samples
 from rmsnorm_raw.problem import Problem
@@ -80,6 +82,15 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def start(self) -> None:
+        """Have the child ready: its imports, its context and the gate's own kernels take seconds.
+
+        Raises:
+            WorkerLost: it does not start, with what it printed.
+        """
+        if self._connection is None:
+            self._start()
 
     def close(self) -> None:
         """End the child."""
@@ -228,9 +239,9 @@ class _Where:
     def __call__(self) -> Lab:
         if self.name == "cpu":
             return Lab(get_backend("cpu", wave=self.wave))
-        from rmsnorm_raw.backends.cupy_backend import backend_of_device
-
-        return Lab(backend_of_device(self.name, self.index))
+        backend = backend_of_device(self.name, self.index)
+        DeviceEngine(backend)  # builds the gate's kernels
+        return Lab(backend)
 
 
 def serve(descriptor: int) -> None:
