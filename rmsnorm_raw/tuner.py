@@ -207,13 +207,11 @@ def tune(
             search.why = f"interrupted; {search.why}"
     decision = _decided(search, effort, interrupted)
     if key is not None and not interrupted:
-        store.save(
-            key,
-            store.Record(
-                config=decision.config if decision.tuned else _stays(problem, where), reason=decision.why, samples=decision.samples,
-                counts=decision.counts, environment=environment_digest(), effort=effort,
-            ),
-        )  # fmt: skip
+        config = decision.config if decision.tuned else _stays(problem, where)
+        record = store.Record(
+            config, decision.why, decision.samples, decision.counts, environment_digest(), effort
+        )
+        store.save(key, record)
     return decision
 
 

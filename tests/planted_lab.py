@@ -1,4 +1,4 @@
-"""Steps and labs with planted faults and known times, for the tests of the search and its worker."""
+"""Steps and labs with planted faults and known times, for tests of the search and its worker."""
 
 from __future__ import annotations
 
@@ -104,9 +104,8 @@ class FakeSteps:
 
     def _note(self, step: str, problem: Problem, configs: Sequence[Config]) -> None:
         self.log.append((step, problem, [config.slug for config in configs]))
-        if self.interrupt and self.interrupt[0] == step:
-            if len(self.asked(step)) >= self.interrupt[1]:
-                raise KeyboardInterrupt
+        if self.interrupt and self.interrupt == (step, len(self.asked(step))):
+            raise KeyboardInterrupt
 
 
 class PlantedLab(lab.Lab):
