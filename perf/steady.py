@@ -44,7 +44,7 @@ def speeds(backend: Backend, roofline: bandwidth.Roofline) -> Iterator[dict[str,
     for make in (Problem.forward, Problem.backward):
         for act, weight in PAIRS:
             problem = make(*SHAPE, act, weight_dtype=weight)
-            kernel = workbench.build(problem, backend=backend)
+            kernel = workbench.build(problem, "ladder", backend=backend)
             config, verdict = kernel.config, kernel.check(seed=1)
             for regime in ("cold", "steady"):
                 taken = measure(

@@ -46,7 +46,7 @@ def contenders(
     found = []
     for key, record in records.items():
         base = ladder.default_config(key.problem, backend.device)
-        stays = record.config.slug in key.ladder
+        stays = record.config.slug in key.ladder or not record.has_winner
         found.append((key.problem, base, base if stays else record.config))
     return found
 

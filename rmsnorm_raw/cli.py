@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from rmsnorm_raw import console
-from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
+from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, RmsnormRawError
 
 if TYPE_CHECKING:
     from rmsnorm_raw.backends import Resources
@@ -82,7 +82,7 @@ WeightOption = Annotated[
 ]
 ConfigOption = Annotated[
     str | None,
-    typer.Option("--config", help="A slug, e.g. b512-t256-v16; by default the ladder's choice."),
+    typer.Option("--config", help="A slug, or ladder; by default the best config known here."),
 ]
 BackendOption = Annotated[
     str | None,
@@ -100,10 +100,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """What is here, what is missing, and the command that mends it; exit code 1 if nothing runs."""
-    from rmsnorm_raw import backends, environment
+    from rmsnorm_raw import backends, environment, store
 
     checks = environment.checks()
     refusals = {name: backends.available(name) for name in backends.NAMES}
+    here = next((name for name, refusal in refusals.items() if refusal is None), None)
+    if here is not None:
+        try:
+            checks.append(store.check(backends.get_backend(here)))
+        except BackendUnavailable as error:  # a device that no kernel is written for
+            refusals[here] = str(error)
     if as_json:
         console.print_json({"checks": [asdict(check) for check in checks], "backends": refusals})
     else:
@@ -159,7 +165,7 @@ def inspect(
         "problem": str(problem),
         "device": f"{device.name} ({device.arch})",
         "config": kernel.config.slug,
-        "chosen_by": "--config" if config else "the ladder",
+        "chosen_by": kernel.origin,
         "kept_configs": len(space.kept),
         "rejected_configs": len(space.rejected),
         "logical_bytes": problem.logical_bytes(),
@@ -272,6 +278,7 @@ def bench(
     )
     facts = {
         "command": environment.command(sys.argv),
+        "chosen_by": kernel.origin,
         "backend": where.name,
         "device": asdict(where.device),
         "row": row,

@@ -23,7 +23,7 @@ PATH_SLUG = {"registers": "reg", "pingpong": "pp", "two_pass": "2p"}
 POLICY_SLUG = {"keep": "k", "stream": "s"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Config:
     """One point of the kernel space. Omitted knobs have the fixed defaults below, never a guess.
 
@@ -114,6 +114,9 @@ class Config:
         if self.finish == "last_block":
             parts.append("fl")
         return "-".join(parts)
+
+    def __repr__(self) -> str:
+        return f"Config.parse({self.slug!r})"
 
     def __str__(self) -> str:
         return self.slug

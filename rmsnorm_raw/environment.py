@@ -57,7 +57,7 @@ _AMD_TOOLS = {
 
 
 def cache_dir() -> Path:
-    """Folder of compiled kernels: ``RMSNORM_RAW_CACHE_DIR``, else the user's cache folder.
+    """Folder of kernels and records: ``RMSNORM_RAW_CACHE_DIR``, else the user's cache folder.
 
     It need not exist yet.
     """

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 
 from rmsnorm_raw.backends import Backend, Code, Resources
@@ -14,7 +14,7 @@ from rmsnorm_raw.errors import CompileError
 from rmsnorm_raw.source import Source
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Binary:
     """A compiled Source.
 
@@ -25,8 +25,8 @@ class Binary:
     """
 
     source: Source
-    backend: Backend = field(repr=False)
-    code: Code = field(repr=False)
+    backend: Backend
+    code: Code
 
     @property
     def resources(self) -> dict[str, Resources]:
@@ -37,6 +37,10 @@ class Binary:
     def object_digest(self) -> str:
         """Digest of the machine code: equal digests are the same kernel, to be timed once."""
         return self.code.object_digest
+
+    def __repr__(self) -> str:
+        name = f"{self.source.name} {self.source.slug}"
+        return f"<Binary {name} on {self.backend.name}, code {self.object_digest[:8]}>"
 
 
 def build(source: Source, backend: Backend) -> Binary:

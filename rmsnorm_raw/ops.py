@@ -6,43 +6,23 @@ on the current stream of x's library. Everything is checked before anything is l
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rmsnorm_raw import interop, ladder, launch, module, space
-from rmsnorm_raw.backends import Backend, get_backend
-from rmsnorm_raw.backends.cupy_backend import backend_of_device
+from rmsnorm_raw import interop, launch
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
-from rmsnorm_raw.interop import Device, View
+from rmsnorm_raw.interop import View
 from rmsnorm_raw.launch import MATRICES, Tensor
 from rmsnorm_raw.problem import DTYPE_BYTES, Problem
-from rmsnorm_raw.source import render
+from rmsnorm_raw.ready import Ready, alignment_bytes, prepare, serving
 
-#: problems, and binaries, kept by a process; a model needs a few dozen
-KEPT = 1024
-
-
-class Ready(NamedTuple):
-    """Built kernels of one problem; the workbench passes its own, edited text and all, as config.
-
-    Attributes:
-        problem: what they compute.
-        config: their knobs.
-        binary: the kernels.
-        scratch: (name, bytes) of the tensors that no caller sees.
-    """
-
-    problem: Problem
-    config: Config
-    binary: module.Binary
-    scratch: tuple[tuple[str, int], ...]
+#: what is left of a caller's ``config`` when its slug is parsed
+Chosen = Config | Ready | Literal["ladder"] | None
 
 
 class Forward(NamedTuple):
@@ -51,12 +31,18 @@ class Forward(NamedTuple):
     y: Any
     rstd: Any
 
+    def __repr__(self) -> str:
+        return f"Forward(y={_brief(self.y)}, rstd={_brief(self.rstd)})"
+
 
 class Backward(NamedTuple):
     """What :func:`rmsnorm_bwd` gives: dx like x, dweight like weight; None if not asked for."""
 
     dx: Any
     dweight: Any
+
+    def __repr__(self) -> str:
+        return f"Backward(dx={_brief(self.dx)}, dweight={_brief(self.dweight)})"
 
 
 def rmsnorm_fwd(
@@ -80,7 +66,8 @@ def rmsnorm_fwd(
         store_rstd: also give rstd, which :func:`rmsnorm_bwd` can use.
         out: where y goes: of x's shape, dtype and device, its rows dense. It may be x itself, and
             may not share memory with x or weight in any other way.
-        config: a Config or slug; None or "ladder" for the default of the shape.
+        config: a Config or slug; None for the best one known (:func:`rmsnorm_raw.store.resolve`:
+            tuned here, known best, or the ladder's), "ladder" for the ladder's.
         stream: a torch or CuPy stream, an object with ``__cuda_stream__``, or a raw handle; None
             for the current stream of x's library. Results are allocated on it. Whoever gives one
             sees to it that x is ready there.
@@ -258,18 +245,16 @@ class _Call:
             raise InvalidInput("out overlaps weight: y would overwrite it; pass another out")
         return seen
 
-    def run(
-        self, problem: Problem, chosen: Config | Ready | None, tensors: Mapping[str, View | None]
-    ) -> None:
+    def run(self, problem: Problem, chosen: Chosen, tensors: Mapping[str, View | None]) -> None:
         """Launch a problem on checked arrays; x's stream must be current in x's library."""
         used = {name: seen for name, seen in tensors.items() if seen is not None}
         placed = {name: self._placed(name, seen) for name, seen in used.items()}
         places = {name: place for name, (place, _) in placed.items()}
-        alignment_bytes = _alignment_bytes(problem, places)
+        aligned = alignment_bytes(problem, places)
         if isinstance(chosen, Ready):
-            use = _serving(chosen, problem, alignment_bytes, self.x.device)
+            use = serving(chosen, problem, aligned, self.x.device)
         else:
-            use = _prepare(problem, alignment_bytes, chosen, self.x.device)
+            use = prepare(problem, aligned, chosen, self.x.device)
         scratch = {name: self.new((-(-size // 4),), "float32") for name, size in use.scratch}
         places |= {name: Tensor(seen.address) for name, seen in scratch.items()}
         if "counter" in scratch:
@@ -319,9 +304,17 @@ def _number(eps: Any) -> float:
         raise InvalidInput(f"eps is {eps!r}: pass a number >= 0") from error
 
 
-def _parse(config: Config | Ready | str | None) -> Config | Ready | None:
+def _brief(array: Any) -> str:
+    """An array of any library without its elements."""
+    if array is None:
+        return "None"
+    library, dtype = type(array).__module__.partition(".")[0], str(array.dtype)
+    return f"<{library} {dtype.rpartition('.')[2]} {tuple(array.shape)}>"
+
+
+def _parse(config: Config | Ready | str | None) -> Chosen:
     if isinstance(config, str):
-        return None if config == "ladder" else Config.parse(config)
+        return "ladder" if config == "ladder" else Config.parse(config)
     if config is None or isinstance(config, (Config, Ready)):
         return config
     raise InvalidConfig(repr(config), 'pass a slug, a Config, "ladder" or None')
@@ -336,64 +329,3 @@ def _rstd_of_nothing(eps: float) -> float:
     """eps^-½ in fp32, the limit of rstd for rows of no elements (mean 0); infinite for eps = 0."""
     rounded = float(np.float32(eps))
     return 1 / math.sqrt(rounded) if rounded > 0 else math.inf
-
-
-def _alignment_bytes(problem: Problem, places: Mapping[str, Tensor]) -> int:
-    """Bytes of x that a lane may move at once, by all addresses and row strides.
-
-    The weight's element may have another size: the elements that v bytes of x hold are moved in
-    pieces of at most 16 bytes, and these must be aligned.
-    """
-    element, bits = problem.element_bytes, 16
-    for name in places.keys() & MATRICES:
-        bits |= places[name].address | places[name].row_stride * element
-    vec = bits & -bits  # the lowest bit that any of them has
-    if problem.weight_dtype is not None:
-        weight = places["weight"].address
-        while weight % min(16, vec // element * problem.weight_bytes):
-            vec //= 2
-    return vec
-
-
-def _backend(device: Device) -> Backend:
-    if device.kind == "cpu":
-        return get_backend("cpu")
-    return backend_of_device(device.kind, device.index)
-
-
-def _serving(ready: Ready, problem: Problem, alignment_bytes: int, where: Device) -> Ready:
-    """``ready``, if it was built for this problem, such addresses and where the arrays lie."""
-    built, found = ready.problem, replace(problem, alignment=alignment_bytes)
-    if replace(found, alignment=built.alignment) != built or found.alignment < built.alignment:
-        raise InvalidInput(f"the kernel is built for {built!r}, and the arrays are {found!r}")
-    if where.kind != ready.binary.backend.name:
-        raise InvalidInput(
-            f"the kernel is built for {ready.binary.backend.name}, and the arrays are on {where}"
-        )
-    return ready
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _prepare(problem: Problem, alignment_bytes: int, chosen: Config | None, where: Device) -> Ready:
-    """What a call needs that does not depend on addresses, found once for each problem."""
-    device = _backend(where).device
-    problem = replace(problem, alignment=alignment_bytes)
-    config = chosen or ladder.default_config(problem, device)
-    space.require_fit(problem, device, config)
-    binary = _build(replace(problem, rows=1, eps=0.0), config, where)
-    return ready(problem, config, binary)
-
-
-def ready(problem: Problem, config: Config, binary: module.Binary) -> Ready:
-    """Built kernels, with the scratch memory that a call of them wants."""
-    sizes = launch.tensor_bytes(problem, config, binary.backend.device)
-    scratch = tuple((name, sizes[name]) for name in ("workspace", "counter") if name in sizes)
-    return Ready(problem, config, binary, scratch)
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _build(problem: Problem, config: Config, where: Device) -> module.Binary:
-    """The kernels of a problem; rows and eps do not enter them, so any will do."""
-    backend = _backend(where)
-    source = render(problem, config, backend.device, runtime_cols=backend.device.simulated)
-    return module.build(source, backend)

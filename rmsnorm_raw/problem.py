@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from rmsnorm_raw.errors import InvalidInput
@@ -34,7 +34,7 @@ def dtype_name(name: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Problem:
     """One operation on an (rows, cols) array whose last dimension is normalised.
 
@@ -163,6 +163,18 @@ class Problem:
             return 2 * m * n * a + n * w
         moved = (2 + self.need_dx) * m * n * a + 4 * m * self.has_rstd
         return moved + n * w * (self.need_dx + self.need_dweight)
+
+    def __repr__(self) -> str:
+        """The call that makes it, without what is left at its default."""
+        make = Problem.forward if self.op == "forward" else Problem.backward
+        plain = make(self.rows, self.cols, self.dtype, weight_dtype=self.weight_dtype)
+        args = [str(self.rows), str(self.cols), repr(self.dtype)]
+        if self.weight_dtype != self.dtype:
+            args.append(f"weight_dtype={self.weight_dtype!r}")
+        names = [field.name for field in fields(Problem)]
+        changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
+        args += [f"{name}={getattr(self, name)!r}" for name in changed]
+        return f"Problem.{self.op}({', '.join(args)})"
 
     def __str__(self) -> str:
         pair = f"{SHORT_NAME[self.dtype]}/{SHORT_NAME.get(self.weight_dtype or '', 'none')}"

@@ -78,7 +78,8 @@ class Record:
     Attributes:
         config: the winner; the ladder's where no other was faster beyond doubt.
         reason: why, in a sentence.
-        samples: regime -> "tuned" and "ladder" -> times in microseconds.
+        samples: regime -> "tuned" and "ladder" -> times in microseconds; where the ladder stayed,
+            there are no tuned ones.
         counts: candidates, and failures by kind.
         environment: digest of the run's environment.json.
         effort: of the search.
@@ -90,6 +91,11 @@ class Record:
     counts: Mapping[str, int]
     environment: str
     effort: str
+
+    @property
+    def has_winner(self) -> bool:
+        """Whether something was timed that took the ladder's place."""
+        return any("tuned" in sides for sides in self.samples.values())
 
 
 class Damaged(Exception):

@@ -9,7 +9,6 @@ reason. Each stage takes fresh samples, for the best of many is partly luck.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +17,11 @@ from time import monotonic
 from rmsnorm_raw import candidates, clones, ladder, launch, space, stats, store
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
+from rmsnorm_raw.effort import Effort
 from rmsnorm_raw.errors import RmsnormRawError, WrongResult
 from rmsnorm_raw.lab import Fault, Steps
 from rmsnorm_raw.measure import EVICTED_CACHES, Limits, Regime
-from rmsnorm_raw.problem import Op, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Comparison
 
 #: rows of the gate that all candidates pass: enough for programs to go round, and a ragged block.
@@ -37,43 +37,6 @@ NOISE_PCT = 1.0
 USABLE_MEMORY = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How hard to look.
-
-    Attributes:
-        name: "quick" or "full".
-        budget_s: seconds of a search; none begins anything after that.
-        exploring: share of the budget for compiling, gating and screening.
-        round: configs of a round of exploring.
-        halvings: (contenders, samples of each) of the stages before the finals.
-        finalists: candidates that the finals may be played with, one after the other.
-        cold: limits of the finals.
-        steady: likewise.
-    """
-
-    name: str
-    budget_s: dict[Op, float]
-    exploring: float
-    round: int
-    halvings: tuple[tuple[int, int], ...]
-    finalists: int
-    cold: Limits
-    steady: Limits
-
-
-#: On an H200 with 16 cores a round of 32 takes about a second forward, two backward.
-QUICK = Effort(
-    "quick", {"forward": 8.0, "backward": 16.0}, 0.3, 32, ((8, 24), (3, 48)), 2,
-    Limits(budget_s=1.0, goal_pct=0.5, min_samples=36, max_samples=96),
-    Limits(budget_s=0.5, goal_pct=0.5, min_samples=6, max_samples=12),
-)  # fmt: skip
-FULL = Effort(
-    "full", {"forward": math.inf, "backward": math.inf}, 0.7, 64,
-    ((32, 24), (12, 60), (6, 120)), 4,
-    Limits(budget_s=2.0, goal_pct=0.3, min_samples=60, max_samples=240),
-    Limits(budget_s=2.0, goal_pct=0.3, min_samples=12, max_samples=24),
-)  # fmt: skip
 SCREEN_SAMPLES = 12
 #: device-busy seconds of warm-up of a whole group that is timed together
 WARM_UP_S = 0.1

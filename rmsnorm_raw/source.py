@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
@@ -19,7 +19,7 @@ from rmsnorm_raw.space import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Source:
     """What a backend compiles.
 
@@ -32,7 +32,7 @@ class Source:
     """
 
     name: str
-    text: str = field(repr=False)
+    text: str
     defines: tuple[tuple[str, str], ...]
     entry_points: tuple[str, ...]
     slug: str = ""
@@ -42,6 +42,10 @@ class Source:
         """SHA-256 of all that the compiler sees (text and defines), as hex."""
         seen = "\0".join((self.text, *(f"{name}={value}" for name, value in self.defines)))
         return hashlib.sha256(seen.encode()).hexdigest()
+
+    def __repr__(self) -> str:
+        lines = len(self.text.splitlines())
+        return f"<Source {self.name} {self.slug}, {lines} lines, digest {self.digest[:8]}>"
 
 
 _KIND = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}

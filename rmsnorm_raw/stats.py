@@ -53,7 +53,7 @@ class Outcome(enum.Enum):
     UNCLEAR = "UNCLEAR"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """A candidate beside its baseline.
 
@@ -75,6 +75,9 @@ class Comparison:
         digits = 2 if self.high - self.low >= 0.01 else 3
         ratio, low, high = (f"{value:.{digits}f}" for value in (self.ratio, self.low, self.high))
         return f"{self.verdict.value} {ratio}x [{low}, {high}]"
+
+    def __repr__(self) -> str:
+        return f"<Comparison {self}>"
 
 
 def compare(

@@ -36,6 +36,8 @@ from rmsnorm_raw.records import Key as Key
 from rmsnorm_raw.records import Record as Record
 from rmsnorm_raw.source import render, whole_text
 
+#: what stands in the way of writing; filelock raises the second where a file system has no locks
+CANNOT_WRITE = (OSError, NotImplementedError)
 KNOWN_BEST = Path(__file__).with_name("known_best")
 LOCK_TIMEOUT_S = 10.0
 #: keys that a process remembers; a model needs a few dozen
@@ -106,9 +108,9 @@ def choose(
 def resolve(problem: Problem, backend: Backend) -> tuple[Config, str]:
     """The best config known, and where it is from: "tuned", "known best" or "ladder".
 
-    A record with one of the ladder's own choices says that a search left the ladder in place; then
-    the answer is the ladder's for these very rows. So it is, with a warning, where the space
-    refuses a record's config for them.
+    A record without a winner, or with one of the ladder's own choices, says that a search left the
+    ladder in place; then the answer is the ladder's for these very rows. So it is, with a warning,
+    where the space refuses a record's config for them.
 
     Raises:
         InvalidConfig: nothing fits the problem.
@@ -117,7 +119,7 @@ def resolve(problem: Problem, backend: Backend) -> tuple[Config, str]:
     record, origin = lookup(asked), "tuned"
     if record is None:
         record, origin = _known_best(asked.arch).get(_for_package(asked)), "known best"
-    if record is not None and record.config.slug not in asked.ladder:
+    if record is not None and record.has_winner and record.config.slug not in asked.ladder:
         reason = space.reject_reason(problem, backend.device, record.config)
         if reason is None:
             return record.config, origin
@@ -184,7 +186,7 @@ def save(key: Key, record: Record) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock():
             environment.replace_text(path, text)
-    except OSError as error:
+    except CANNOT_WRITE as error:
         _warn(
             f"{path} cannot be written ({error}), so the record of {record.config.slug} ends with "
             "this process: set RMSNORM_RAW_CACHE_DIR to a folder that you can write"
@@ -263,7 +265,7 @@ def _set_aside(path: Path) -> dict[Key, Record]:
                 _warn(f"{path} is no record ({damage}): set aside as {aside.name}; search again")
     except FileNotFoundError:
         pass
-    except OSError as error:
+    except CANNOT_WRITE as error:
         _warn(f"{path} is no record, and cannot be set aside ({error}): it is ignored; delete it")
     return {}
 

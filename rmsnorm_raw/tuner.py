@@ -23,10 +23,11 @@ from rich.table import Table
 from rmsnorm_raw import environment, ladder, store
 from rmsnorm_raw.backends import Backend, get_backend
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.lab import Steps
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.search import FULL, NOISE_PCT, QUICK, Effort, Final, Search
+from rmsnorm_raw.search import NOISE_PCT, Final, Search
 from rmsnorm_raw.stats import MIN_SAMPLES, Comparison, compare
 from rmsnorm_raw.worker import Worker
 

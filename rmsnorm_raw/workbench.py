@@ -1,7 +1,7 @@
 """The workbench: what a kernel engineer drives in a REPL.
 
 >>> p = rr.Problem.forward(32768, 8192, "bfloat16")
->>> k = rr.build(p)                       # the ladder's config; or rr.build(p, "b512-t256-v16")
+>>> k = rr.build(p)                       # the best config known; or rr.build(p, "b512-t256-v16")
 >>> k.check()                             # the gate
 >>> k.bench()                             # the gate, then the timer
 >>> k2 = k.with_source(k.source.text.replace(...))
@@ -33,6 +33,7 @@ from rmsnorm_raw import (
     source,
     space,
     stats,
+    store,
 )
 from rmsnorm_raw.backends import Backend, Resources, get_backend
 from rmsnorm_raw.backends.kernel_report import KernelReport, LaunchReport
@@ -41,12 +42,13 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec, known_device
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.ready import ready
 
 K = TypeVar("K", bound="Kernel")
 
 
 def default_config(problem: Problem, device: str | DeviceSpec | None = None) -> Config:
-    """The ladder's config for a problem.
+    """The ladder's config for a problem, whatever a search has found: ``config="ladder"``.
 
     Args:
         device: a spec, a name of :data:`rmsnorm_raw.device.KNOWN` ("gfx950"), or None for the
@@ -134,11 +136,13 @@ class Kernel:
         problem: what it computes.
         config: its knobs.
         binary: the compiled source and the backend where it lives.
+        origin: where the config is from: "given", "tuned", "known best" or "ladder".
     """
 
     problem: Problem
     config: Config
     binary: module.Binary
+    origin: str = "given"
 
     @property
     def source(self) -> source.Source:
@@ -171,11 +175,11 @@ class Kernel:
         if len(arrays) != len(names):
             raise InvalidInput(f"{self!r} takes ({', '.join(names)}), not {len(arrays)} arrays")
         given = dict(zip(names, arrays, strict=True))
-        ready = ops.ready(p, self.config, self.binary)
+        built = ready(p, self.config, self.binary)
         if p.op == "forward":
-            return ops.rmsnorm_fwd(**given, eps=p.eps, store_rstd=p.store_rstd, config=ready)
+            return ops.rmsnorm_fwd(**given, eps=p.eps, store_rstd=p.store_rstd, config=built)
         return ops.rmsnorm_bwd(
-            **given, eps=p.eps, need_dx=p.need_dx, need_dweight=p.need_dweight, config=ready
+            **given, eps=p.eps, need_dx=p.need_dx, need_dweight=p.need_dweight, config=built
         )
 
     def check(self, seed: int | None = None) -> check.Verdict:
@@ -212,8 +216,8 @@ class Kernel:
 
     def __repr__(self) -> str:
         return (
-            f"<Kernel {self.problem} {self.config.slug} on {self.binary.backend.name}, "
-            f"source {self.source.digest[:8]}>"
+            f"<Kernel {self.problem} {self.config.slug} ({self.origin}) on "
+            f"{self.binary.backend.name}, source {self.source.digest[:8]}>"
         )
 
 
@@ -284,7 +288,9 @@ def build(
     """Render and compile a kernel.
 
     Args:
-        config: a slug or a Config; None for the ladder's.
+        config: a slug or a Config; None for the best one known (:func:`rmsnorm_raw.store.resolve`:
+            tuned here, known best, or the ladder's), "ladder" for the ladder's, as it is for a
+            device that is not here.
         device: "gfx950" or "gfx942", to compile for it with no device; None for the one that is
             here.
         backend: "rocm", "cuda", "cpu" or a Backend; None for the one that is here.
@@ -303,14 +309,14 @@ def build(
             "kernels run: give one of the two"
         )
     where = _backend(backend) if device is None else offline_backend(device)
-    knobs = Config.parse(config) if isinstance(config, str) else config
-    if knobs is None:
-        knobs = ladder.default_config(problem, where.device)
+    if device is not None and config is None:
+        config = "ladder"  # a record is of a device that was there
+    knobs, origin = store.choose(problem, where, config)
     rendered = render(problem, knobs, where.device)
     if text is not None:
         rendered = replace(rendered, text=text)
     kind = Kernel if device is None else OfflineKernel
-    return kind(problem, knobs, module.build(rendered, where))
+    return kind(problem, knobs, module.build(rendered, where), origin)
 
 
 def render(problem: Problem, config: Config, device: DeviceSpec) -> source.Source:

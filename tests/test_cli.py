@@ -13,9 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import backends, cli, launch, workbench
+from rmsnorm_raw import backends, cli, launch, store, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.environment import Check
+from rmsnorm_raw.errors import BackendUnavailable
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import sweep as study
 
@@ -78,6 +79,37 @@ def test_doctor_fails_where_nothing_can_run_and_says_what_to_install(
     assert json.loads(as_json.stdout)["checks"][0]["mend"] == "pip install ziglang"
 
 
+def test_doctor_says_where_the_records_lie_and_how_many_apply(
+    cpu64: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "folder", lambda: tmp_path)
+    monkeypatch.setattr(backends, "available", lambda name: None if name == "cpu" else "missing")
+    (line,) = (check for check in doctors_checks() if check["name"] == "tuned records")
+    assert line["ok"] is None
+    problem = rr.Problem.forward(64, 256, "bf16")
+    found = store.Record(rr.Config.parse("b128-t32"), "FASTER", {}, {}, "", "quick")
+    store.save(store.key(problem, cpu64), found)
+    (line,) = (check for check in doctors_checks() if check["name"] == "tuned records")
+    assert line["ok"] is True
+    assert f"{tmp_path}: 1 of 1 apply to CPU simulator, wave 64" in line["found"]
+
+
+def doctors_checks() -> list[dict[str, Any]]:
+    checks: list[dict[str, Any]] = json.loads(done("doctor", "--json"))["checks"]
+    return checks
+
+
+def test_doctor_passes_on_why_a_device_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise BackendUnavailable("waves of 16 lanes: use another device")
+
+    monkeypatch.setattr(backends, "available", lambda name: None if name == "cuda" else "missing")
+    monkeypatch.setattr(backends, "get_backend", refuse)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert re.search(r"^ *cuda +waves of 16 lanes", result.stdout, re.MULTILINE)
+
+
 # ---- errors ------------------------------------------------------------------------------------
 
 
@@ -131,7 +163,7 @@ def test_inspect_gives_what_the_kernel_is(cpu64: Backend) -> None:
     problem = rr.Problem.backward(100, 3000, "bf16", weight_dtype="fp32")
     kernel = rr.build(problem, backend=cpu64)
     space = rr.enumerate_configs(problem, cpu64.device)
-    assert (facts["config"], facts["chosen_by"]) == (kernel.config.slug, "the ladder")
+    assert (facts["config"], facts["chosen_by"]) == (kernel.config.slug, "ladder")
     assert facts["kept_configs"] == len(space.kept)
     assert facts["rejected_configs"] == len(space.rejected)
     assert facts["logical_bytes"] == problem.logical_bytes()
@@ -164,7 +196,7 @@ def test_inspect_gives_the_launches_that_a_call_makes(
 
 def test_inspect_says_who_chose_the_config() -> None:
     facts = json.loads(done("inspect", *CELL, "--config", "b128-t32", "--json"))
-    assert (facts["config"], facts["chosen_by"]) == ("b128-t32-v16-reg", "--config")
+    assert (facts["config"], facts["chosen_by"]) == ("b128-t32-v16-reg", "given")
 
 
 def test_inspect_source_is_the_text_that_is_compiled(cpu64: Backend) -> None:

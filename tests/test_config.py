@@ -98,3 +98,8 @@ def test_the_parser_never_fails_otherwise(text: str) -> None:
 def test_a_knob_has_one_of_its_values(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig, match=message):
         Config(**knobs)
+
+
+@given(configs)
+def test_the_repr_is_the_call_that_makes_it(config: Config) -> None:
+    assert eval(repr(config)) == config

@@ -13,7 +13,7 @@ import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
 import numpy as np
 import pytest
 
-from rmsnorm_raw import bounds, interop, launch, ops
+from rmsnorm_raw import bounds, interop, launch, ops, ready
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import BackendUnavailable, InvalidConfig, InvalidInput
 from rmsnorm_raw.launch import Tensor
@@ -320,7 +320,7 @@ def test_alignment_takes_each_arrays_own_element_into_account(
 ) -> None:
     problem = Problem.forward(4, 64, dtype, weight_dtype=weight_dtype)
     tensors = {"x": x, "y": Tensor(64, 64)} | ({} if weight is None else {"weight": weight})
-    assert ops._alignment_bytes(problem, tensors) == expected
+    assert ready.alignment_bytes(problem, tensors) == expected
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_a_config_reaches_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_build_serves_all_rows_and_eps(monkeypatch: pytest.MonkeyPatch) -> None:
     slug = "b128-t32-v16-reg"
     rmsnorm_fwd(normal(6, 96), config=slug)
-    monkeypatch.setattr(ops, "render", None)  # not to be called again
+    monkeypatch.setattr(ready, "render", None)  # not to be called again
     for rows, eps in ((7, 1e-6), (6, 1e-5)):
         x = normal(rows, 96)
         check_forward(rmsnorm_fwd(x, eps=eps, config=slug), x, None, eps)
@@ -472,8 +472,8 @@ def test_blocks_that_share_a_row_have_their_words(
     assert given.y is out
     assert in_place.y is a
     problem = Problem.forward(rows, cols, "bf16", weight_dtype="fp32")
-    ready = ops._prepare(problem, 16, Config.parse(config), interop.view(x).device)
-    assert ready.scratch == (("workspace", 8 * (rows * blocks + 1)),)
+    built = ready.prepare(problem, 16, Config.parse(config), interop.view(x).device)
+    assert built.scratch == (("workspace", 8 * (rows * blocks + 1)),)
 
 
 def test_shared_rows_without_a_weight_rstd_or_rows() -> None:
@@ -641,7 +641,18 @@ def test_without_a_backend_the_message_passes_through(monkeypatch: pytest.Monkey
     def unavailable(name: str) -> None:
         raise BackendUnavailable("install a compiler")
 
-    ops._prepare.cache_clear()
-    monkeypatch.setattr(ops, "get_backend", unavailable)
+    ready._prepare.cache_clear()
+    monkeypatch.setattr(ready, "get_backend", unavailable)
     with pytest.raises(BackendUnavailable, match="install a compiler"):
         rmsnorm_fwd(X, W)
+
+
+def test_results_are_one_line_in_a_repl() -> None:
+    x, w = torch.ones(2, 3, 8, dtype=torch.bfloat16), torch.ones(8)
+    assert repr(rmsnorm_fwd(x, w)) == (
+        "Forward(y=<torch bfloat16 (2, 3, 8)>, rstd=<torch float32 (2, 3)>)"
+    )
+    x, w = np.ones((3, 8), np.float16), np.ones(8, np.float32)
+    assert repr(rmsnorm_bwd(x, x, w, need_dx=False)) == (
+        "Backward(dx=None, dweight=<numpy float32 (8,)>)"
+    )

@@ -80,3 +80,28 @@ def test_dtype_names() -> None:
 def test_refusals(rows: Any, cols: Any, dtype: str, eps: Any, says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
         Problem.forward(rows, cols, dtype, eps=eps)
+
+
+@given(
+    st.sampled_from([Problem.forward, Problem.backward]),
+    st.sampled_from(["fp16", "bf16", "fp32"]),
+    st.sampled_from(["same", "fp32", None]),
+    st.sampled_from([1e-6, 1e-5, 0]),
+    st.sampled_from([2, 16]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_the_repr_is_the_call_that_makes_it(
+    make: Any, dtype: str, weight: str | None, eps: float, alignment: int, one: bool, other: bool
+) -> None:
+    names = ("store_rstd",) if make == Problem.forward else ("has_rstd", "need_dx")
+    flags = dict(zip(names, (one, other), strict=False))
+    problem = make(3, 8, dtype, weight_dtype=weight, eps=eps, alignment=alignment, **flags)
+    assert eval(repr(problem)) == problem
+
+
+def test_the_repr_leaves_out_what_is_left_at_its_default() -> None:
+    assert repr(Problem.forward(64, 4096, "bf16")) == "Problem.forward(64, 4096, 'bfloat16')"
+    assert repr(Problem.backward(1, 8, "fp32", weight_dtype=None, need_dx=False)) == (
+        "Problem.backward(1, 8, 'float32', weight_dtype=None, need_dx=False)"
+    )

@@ -10,10 +10,11 @@ from planted_lab import FakeSteps
 from rmsnorm_raw import ladder, space
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN, SIMULATED
+from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.measure import Regime
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.search import FULL, GATE_ROWS, QUICK, Effort, Search, SearchFailed
+from rmsnorm_raw.search import GATE_ROWS, Search, SearchFailed
 
 H200 = KNOWN["sm_90"]
 PROBLEM = Problem.forward(8192, 8192, "bfloat16")

@@ -97,3 +97,12 @@ def test_vendor_bounds_come_from_their_own_knob() -> None:
 def test_a_config_that_does_not_fit_is_not_rendered() -> None:
     with pytest.raises(InvalidConfig, match="persistent"):
         render(Problem.forward(4, 64, "fp16"), Config.parse("b64-lds3"), GFX950)
+
+
+def test_a_source_is_one_line_in_a_repl() -> None:
+    problem = Problem.forward(64, 4096, "bf16")
+    source = render(problem, Config.parse("b256-t256-v16"), KNOWN["gfx950"])
+    lines = source.text.count("\n")
+    assert repr(source) == (
+        f"<Source rmsnorm_forward.hip b256-t256-v16-reg, {lines} lines, digest {source.digest[:8]}>"
+    )

@@ -148,3 +148,8 @@ def test_bad_input_is_named() -> None:
         compare(good, [0.0, *good])
     with pytest.raises(InvalidInput, match="noise_pct"):
         compare(good, good, noise_pct=-1)
+
+
+def test_a_comparison_is_one_line_in_a_repl() -> None:
+    found = compare([103.0] * 12, [100.0] * 12)
+    assert repr(found) == f"<Comparison {found}>" == "<Comparison FASTER 1.030x [1.030, 1.030]>"

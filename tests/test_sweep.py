@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rmsnorm_raw import workbench
+from rmsnorm_raw import store, workbench
 from rmsnorm_raw.backends import Backend, Code
 from rmsnorm_raw.backends.cpu import CpuBackend
 from rmsnorm_raw.bandwidth import PROBES, Reading, Roofline, Variant
@@ -104,6 +104,18 @@ def test_rows_are_capped_and_the_config_is_the_whole_cells(swept: Outcome, cpu64
     assert of_the_cap != workbench.default_config(TALL, cpu64.device)  # else nothing is tested
     assert swept.rows[2]["config"] == workbench.default_config(TALL, cpu64.device).slug
     assert "rows are capped at 4" in study.summary(swept)
+
+
+def test_a_cell_is_run_with_what_a_search_has_found(
+    cpu64: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "folder", lambda: tmp_path / "tuned")
+    tuned, times = Config.parse("b128-t64-v16-reg"), {"cold": {"tuned": (1.0,), "ladder": (2.0,)}}
+    store.save(store.key(TALL, cpu64), store.Record(tuned, "FASTER", times, {}, "", "quick"))
+    outcome = sweep(cpu64, tmp_path, problems=[FORWARD, TALL], rows_cap=4)
+    assert [row["verdict"] for row in outcome.rows] == ["PASS"] * 2
+    assert outcome.rows[1]["config"] == tuned.slug
+    assert outcome.chosen_by == {"ladder": 1, "tuned": 1}
 
 
 def test_the_simulator_has_its_own_cap(cpu64: Backend, tmp_path: Path) -> None:
@@ -264,12 +276,14 @@ def finished(closing: Roofline, *times_us: float) -> Outcome:
         | time_columns(problem, PASSED, Samples((took_us,) * 6, "cold", "", 2), OPENING)
         for took_us in times_us
     ]
-    return Outcome(tuple(rows), None, OPENING, closing, Path("sweep.csv"), Path("environment.json"))
+    paths = Path("sweep.csv"), Path("environment.json")
+    return Outcome(tuple(rows), None, OPENING, closing, *paths, {"tuned": 2, "ladder": 1})
 
 
 def test_the_summary_gives_geometric_means_and_every_probe() -> None:
     lines = study.summary(finished(OPENING, 10.0, 40.0))
     assert any(line.startswith("fwd, geometric mean of its cells: 20.0 us, ") for line in lines)
+    assert lines[0] == "configs: 1 ladder, 2 tuned"
     assert sum(line.startswith("probe ") for line in lines) == 3
     assert not any("SUSPECT" in line or "simulated" in line for line in lines)
 

@@ -10,11 +10,12 @@ import csv
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rmsnorm_raw import bandwidth, check, environment, ladder, measure, module, workbench
+from rmsnorm_raw import bandwidth, check, environment, measure, module, store, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import DRIFT_PCT, PROBES, Roofline
 from rmsnorm_raw.config import Config
@@ -54,6 +55,7 @@ class Outcome:
         closing: the same probes after them.
         csv_path: the table.
         environment_path: what the run stood on.
+        chosen_by: how many configs were "tuned", "known best" and the "ladder"'s.
     """
 
     rows: tuple[Row, ...]
@@ -62,6 +64,7 @@ class Outcome:
     closing: Roofline | None
     csv_path: Path
     environment_path: Path
+    chosen_by: Mapping[str, int]
 
     @property
     def failed(self) -> tuple[Row, ...]:
@@ -78,7 +81,7 @@ def sweep(
     budget_s: float = 0.3,
     progress: Progress = lambda done, of, what: None,
 ) -> Outcome:
-    """Build, verify and time each problem with the ladder's config; write a row for each.
+    """Build, verify and time each problem with the best config known; write a row for each.
 
     Kernels are built first, in parallel. A cell that fails, at the gate or before, gets no time and
     does not stop the others: see :attr:`Outcome.failed`.
@@ -98,7 +101,9 @@ def sweep(
     """
     device, simulated = backend.device, backend.device.simulated
     problems = cells() if problems is None else problems
-    planned = [(problem, ladder.default_config(problem, device)) for problem in problems]
+    resolved = [store.resolve(problem, backend) for problem in problems]
+    planned = [(problem, config) for problem, (config, _) in zip(problems, resolved, strict=True)]
+    chosen_by = dict(Counter(origin for _, origin in resolved))
     if rows_cap is None and simulated:
         rows_cap = SIMULATED_ROWS
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -109,6 +114,7 @@ def sweep(
         "device": asdict(device),
         "rows_cap": rows_cap,
         "budget_s": budget_s,
+        "chosen_by": chosen_by,
     }
     build_all(planned, backend, progress)
     steps = len(planned) + (0 if simulated else 2)
@@ -134,7 +140,7 @@ def sweep(
         facts |= closing_facts(opening, closing)
         environment.write(environment_path, facts)
     progress(steps, steps, "done")
-    return Outcome(tuple(rows), rows_cap, opening, closing, csv_path, environment_path)
+    return Outcome(tuple(rows), rows_cap, opening, closing, csv_path, environment_path, chosen_by)
 
 
 def roofline_facts(roofline: Roofline) -> dict[str, object]:
@@ -207,7 +213,8 @@ def time_columns(
 
 def summary(outcome: Outcome) -> list[str]:
     """What a sweep comes to, in lines: geometric means, the probes' drift, failed cells."""
-    lines = []
+    origins = sorted(outcome.chosen_by.items())
+    lines = ["configs: " + ", ".join(f"{count} {origin}" for origin, count in origins)]
     if outcome.rows_cap is not None:
         lines.append(f"rows are capped at {outcome.rows_cap}")
     if outcome.opening is None:

@@ -35,6 +35,12 @@ def test_the_first_backend_is_rocm_on_a_gfx950(rocm: Backend) -> None:
         assert getattr(rocm.device, fact) == getattr(KNOWN["gfx950"], fact), fact
 
 
+def test_the_toolchain_is_rocms_runtime_and_cupy(rocm: Backend, cupy: Any) -> None:
+    version = cupy.cuda.runtime.runtimeGetVersion()
+    assert rocm.toolchain == (f"ROCm {version}", cupy.__version__)
+    assert version // 10_000_000 == 7
+
+
 def test_without_kfd_the_cache_is_the_floor(cupy: Any, tmp_path: Path) -> None:
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     assert properties["l2CacheSize"] == 4 << 20

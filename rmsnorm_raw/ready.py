@@ -1,0 +1,133 @@
+"""Ready: the built kernels of one problem, found once a process and used by every call.
+
+What does not depend on addresses is decided here: the backend, the config, the binary, the scratch
+memory. Of the addresses only their alignment enters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Literal, NamedTuple
+
+from rmsnorm_raw import launch, module, space, store
+from rmsnorm_raw.backends import Backend, get_backend
+from rmsnorm_raw.backends.cupy_backend import backend_of_device
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.interop import Device
+from rmsnorm_raw.launch import MATRICES, Tensor
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.source import render
+
+#: problems, and binaries, kept by a process; a model needs a few dozen
+KEPT = 1024
+
+
+class Ready(NamedTuple):
+    """Built kernels of one problem; the workbench passes its own, edited text and all, as config.
+
+    Attributes:
+        problem: what they compute.
+        config: their knobs.
+        binary: the kernels.
+        scratch: (name, bytes) of the tensors that no caller sees.
+    """
+
+    problem: Problem
+    config: Config
+    binary: module.Binary
+    scratch: tuple[tuple[str, int], ...]
+
+
+def ready(problem: Problem, config: Config, binary: module.Binary) -> Ready:
+    """Built kernels, with the scratch memory that a call of them wants."""
+    sizes = launch.tensor_bytes(problem, config, binary.backend.device)
+    scratch = tuple((name, sizes[name]) for name in ("workspace", "counter") if name in sizes)
+    return Ready(problem, config, binary, scratch)
+
+
+def prepare(
+    problem: Problem, alignment_bytes: int, chosen: Config | Literal["ladder"] | None, where: Device
+) -> Ready:
+    """What calls of a problem on a device need; found anew when a record is saved.
+
+    Raises:
+        InvalidConfig: the config does not fit, with the reason.
+        BackendUnavailable: the device's backend cannot run here.
+        CompileError: with the slug, the compiler's log and the next step.
+    """
+    return _prepare(problem, alignment_bytes, chosen, where, store.generation())
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _prepare(
+    problem: Problem,
+    alignment_bytes: int,
+    chosen: Config | Literal["ladder"] | None,
+    where: Device,
+    generation: int,
+) -> Ready:
+    backend = _backend(where)
+    problem = replace(problem, alignment=alignment_bytes)
+    config, _ = store.choose(problem, backend, chosen)
+    space.require_fit(problem, backend.device, config)
+    return ready(problem, config, _build(replace(problem, rows=1, eps=0.0), config, where))
+
+
+@functools.lru_cache(maxsize=KEPT)
+def _build(problem: Problem, config: Config, where: Device) -> module.Binary:
+    """The kernels of a problem; rows and eps do not enter them, so any will do."""
+    backend = _backend(where)
+    source = render(problem, config, backend.device, runtime_cols=backend.device.simulated)
+    return module.build(source, backend)
+
+
+def _backend(device: Device) -> Backend:
+    if device.kind == "cpu":
+        return get_backend("cpu")
+    return backend_of_device(device.kind, device.index)
+
+
+def serving(built: Ready, problem: Problem, alignment_bytes: int, where: Device) -> Ready:
+    """``built``, if it is for this problem, such addresses and where the arrays lie.
+
+    Raises:
+        InvalidInput: it is not.
+    """
+    found = replace(problem, alignment=alignment_bytes)
+    alike = replace(found, alignment=built.problem.alignment) == built.problem
+    if not alike or found.alignment < built.problem.alignment:
+        raise InvalidInput(
+            f"the kernel is built for {_what_differs(built.problem, found)}, and the arrays are of "
+            f"{_what_differs(found, built.problem)}"
+        )
+    if where.kind != built.binary.backend.name:
+        raise InvalidInput(
+            f"the kernel is built for {built.binary.backend.name}, and the arrays are on {where}"
+        )
+    return built
+
+
+def _what_differs(one: Problem, other: Problem) -> str:
+    names = [field.name for field in fields(Problem)]
+    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
+    return ", ".join(f"{name}={getattr(one, name)!r}" for name in differing)
+
+
+def alignment_bytes(problem: Problem, places: Mapping[str, Tensor]) -> int:
+    """Bytes of x that a lane may move at once, by all addresses and row strides.
+
+    The weight's element may have another size: the elements that v bytes of x hold are moved in
+    pieces of at most 16 bytes, and these must be aligned.
+    """
+    element, bits = problem.element_bytes, 16
+    for name in places.keys() & MATRICES:
+        bits |= places[name].address | places[name].row_stride * element
+    vec = bits & -bits  # the lowest bit that any of them has
+    if problem.weight_dtype is not None:
+        weight = places["weight"].address
+        while weight % min(16, vec // element * problem.weight_bytes):
+            vec //= 2
+    return vec

@@ -1,0 +1,116 @@
+"""What a process keeps for its calls; test_ops.py has the calls themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rmsnorm_raw as rr
+from rmsnorm_raw import ladder, launch, store
+from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.errors import InvalidConfig
+from rmsnorm_raw.interop import Device
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.ready import prepare
+
+CPU = Device("cpu", 0)
+PROBLEM = Problem.forward(5, 256, "fp32")
+TUNED = rr.Config.parse("b128-t32-v16-reg")
+X = np.random.default_rng(0).standard_normal((5, 256)).astype(np.float32)
+WEIGHT = np.ones(256, np.float32)
+SAMPLES = {"cold": {"tuned": (1.0,), "ladder": (2.0,)}}
+
+
+@pytest.fixture(autouse=True)
+def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No records, but for those that a test saves."""
+    monkeypatch.setattr(store, "folder", lambda: tmp_path / "tuned")
+    store.forget()
+    yield
+    store.forget()
+
+
+def tune(backend: Backend, problem: Problem = PROBLEM, config: rr.Config = TUNED) -> None:
+    store.save(
+        store.key(problem, backend), store.Record(config, "FASTER", SAMPLES, {}, "", "quick")
+    )
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **given: Any) -> rr.Config:
+    """The config of one call of rmsnorm_fwd."""
+    seen: list[rr.Config] = []
+    plan = launch.make_plan
+
+    def make_plan(problem: Problem, config: rr.Config, *args: Any) -> launch.Plan:
+        seen.append(config)
+        return plan(problem, config, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "make_plan", make_plan)
+        rr.rmsnorm_fwd(X, WEIGHT, **given)
+    (config,) = seen
+    return config
+
+
+def test_a_record_saved_in_this_process_takes_effect_at_the_next_call(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = ladder.default_config(PROBLEM, cpu64.device)
+    assert launched(monkeypatch) == default != TUNED
+    tune(cpu64)
+    assert launched(monkeypatch) == TUNED
+    assert launched(monkeypatch, config="ladder") == default
+    assert launched(monkeypatch, config="b64-t64-v8") == rr.Config.parse("b64-t64-v8")
+    tune(cpu64, config=default)
+    assert launched(monkeypatch) == default
+
+
+def test_a_call_of_the_same_problem_asks_for_no_record(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tune(cpu64)
+    first = prepare(PROBLEM, 16, None, CPU)
+    monkeypatch.setattr(store, "resolve", None)
+    assert prepare(PROBLEM, 16, None, CPU) is first
+
+
+def test_other_rows_of_the_bucket_and_other_alignments(cpu64: Backend) -> None:
+    tune(cpu64)
+    default = ladder.default_config(PROBLEM, cpu64.device)
+    for rows, alignment, want in ((4, 16, TUNED), (7, 16, TUNED), (8, 16, default)):
+        problem = Problem.forward(rows, 256, "fp32")
+        assert prepare(problem, alignment, None, CPU).config == want
+    assert prepare(PROBLEM, 4, None, CPU).config.vec == 4
+
+
+def test_the_scratch_of_a_tuned_config_is_its_own(cpu64: Backend) -> None:
+    problem = Problem.backward(37, 256, "fp32")
+    assert [name for name, _ in prepare(problem, 16, None, CPU).scratch] == ["workspace"]
+    tune(cpu64, problem, rr.Config.parse("b64-t32-pp-p2-fl"))
+    assert [name for name, _ in prepare(problem, 16, None, CPU).scratch] == ["workspace", "counter"]
+
+
+def test_a_given_config_that_does_not_fit_is_refused_whatever_is_tuned(cpu64: Backend) -> None:
+    tune(cpu64)
+    with pytest.raises(InvalidConfig, match=r"b96.*whole waves of 64"):
+        prepare(PROBLEM, 16, rr.Config.parse("b96"), CPU)
+
+
+def test_the_workbench_takes_the_tuned_config_and_says_so(cpu64: Backend) -> None:
+    assert rr.build(PROBLEM, backend=cpu64).origin == "ladder"
+    tune(cpu64)
+    kernel = rr.build(PROBLEM, backend=cpu64)
+    assert (kernel.config, kernel.origin) == (TUNED, "tuned")
+    assert "b128-t32-v16-reg (tuned) on cpu" in repr(kernel)
+    assert rr.build(PROBLEM, "ladder", backend=cpu64).origin == "ladder"
+    assert rr.build(PROBLEM, TUNED, backend=cpu64).origin == "given"
+    assert rr.default_config(PROBLEM, cpu64.device) == ladder.default_config(PROBLEM, cpu64.device)
+
+
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_a_device_that_is_not_here_has_the_ladders_config() -> None:
+    kernel = rr.build(Problem.forward(64, 4096, "bf16"), device="gfx950")
+    assert kernel.origin == "ladder"
