@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import json
@@ -15,14 +16,9 @@ from test_search import GOOD, H200, LADDER, PROBLEM, times
 from virtual_gpu import VirtualGpu
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import ablation, candidates, check, ladder, space, store, tuner
-from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.device import KNOWN
-from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw import ablation, check, ladder, store, tuner
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.search import SearchFailed
 from rmsnorm_raw.study import tuning
-from rmsnorm_raw.study.cells import cells
 
 GPU = VirtualGpu()
 #: three problems of the study; the planted config is the best for the second
@@ -97,93 +93,25 @@ def test_an_interrupt_ends_the_run_and_keeps_the_records_so_far(tmp_path: Path) 
     assert not decisions[-1].interrupted
 
 
-# ---- candidates ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("problem", [c for c in cells() if c.dtype == "bfloat16"][::7], ids=str)
-@pytest.mark.parametrize("arch", ["sm_90", "gfx950"])
-def test_the_first_round_has_every_value_of_every_knob(problem: Problem, arch: str) -> None:
-    device = KNOWN[arch]
-    kept = space.enumerate_configs(problem, device).kept
-    base = ladder.default_config(problem, device)
-    explorer = candidates.Explorer(kept, base)
-    first = [base, *explorer.take(40)]
-    for knob in candidates.KNOBS:
-        assert {getattr(c, knob) for c in first} == {getattr(c, knob) for c in (base, *kept)}, knob
-    everything = first[1:]
-    while some := explorer.take(32, first[:3]):
-        everything += some
-    assert sorted(c.slug for c in everything) == sorted(c.slug for c in kept if c != base)
-
-
-def test_one_factor_changes_one_knob_and_what_must_go_with_it() -> None:
-    base = ladder.default_config(Problem.backward(32768, 8192, "bf16"), H200)
-    problem = Problem.backward(32768, 8192, "bf16")
-    walk = dict(candidates.one_factor(problem, H200, base))
-    assert walk["block=256"] == replace(base, block=256)
-    assert walk["paced=False"] == replace(base, paced=False)
-    assert walk["path=registers"] == replace(
-        base, path="registers", stages=0, bulk=False, paced=False
-    )
-    assert walk["bulk=False"] == replace(base, bulk=False, paced=False, load_policy="default")
-    assert base not in walk.values()
-    assert not any(change.startswith("stages=0") for change in walk)
-
-
 # ---- ablation ------------------------------------------------------------------------------------
 
 
-def test_an_ablation_says_what_each_knob_is_worth() -> None:
-    stream = replace(LADDER, store_policy="stream")
-    slow = replace(LADDER, load_policy="default")
-    wrong = replace(LADDER, load_policy="stream")
-    asked = FakeSteps(
-        times(**{stream.slug: 90.0, slow.slug: 110.0}),
-        faults={("gate", wrong.slug): "correctness"},
-    )
-    changes = ablation.ablate(PROBLEM, H200, asked)
-    by_change = {change.change: change for change in changes}
-    assert (changes[0].change, changes[0].config) == ("", LADDER)
-    assert str(by_change["store_policy=stream"]).startswith("FASTER 1.11")
-    assert str(by_change["load_policy=default"]).startswith("SLOWER 0.909")
-    assert str(by_change["load_policy=stream"]) == "correctness: planted"
-    refused = {c.change: str(c) for c in changes if str(c).startswith("does not fit: ")}
-    walk = dict(candidates.one_factor(PROBLEM, H200, LADDER))
-    for change, why in refused.items():
-        config = walk[change]
-        reason = space.reject_reason(PROBLEM, H200, config)
-        assert why.removeprefix("does not fit: ") == (
-            reason or space.inert_reason(PROBLEM, H200, config)
-        )
-    assert refused
-    (timed,) = asked.asked("time cold")  # one run, the ladder's config in it
-    assert timed[0] == LADDER.slug
-    assert wrong.slug not in timed
-    assert set(by_change) == {"", *walk}
-    assert ablation.verdicts(changes)["FASTER"] == 1
-
-
-def test_an_ablation_of_a_ladder_that_fails_is_refused() -> None:
-    asked = FakeSteps(times(), faults={("try_out", LADDER.slug): "runtime"})
-    with pytest.raises(SearchFailed, match=LADDER.slug):
-        ablation.ablate(PROBLEM, H200, asked)
-    with pytest.raises(InvalidInput, match="no steady times"):
-        ablation.ablate(PROBLEM, H200, FakeSteps(times(), no_steady=True), regime="steady")
-
-
-def test_an_ablation_is_not_of_simulated_times(cpu64: Backend, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="use a GPU"):
-        tuning.ablate(PROBLEM, cpu64, tmp_path)
-
-
-def test_an_ablations_columns_and_table() -> None:
-    changes = ablation.ablate(PROBLEM, H200, FakeSteps(times()))
-    for change in changes:
-        row = ablation.columns(change)
-        assert row.keys() <= set(ablation.COLUMNS)
-        assert bool(row.get("median_us")) != bool(row["why_not"])
+def test_an_ablation_leaves_a_table_and_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = FakeSteps(times(**{GOOD.slug: 90.0}))
+    monkeypatch.setattr(tuning.Worker, "on", lambda backend: contextlib.nullcontext(asked))
+    changes = tuning.ablate(PROBLEM, GPU, tmp_path)
+    rows = rows_of(tmp_path / "ablation.csv")
+    assert [row["change"] for row in rows] == [c.change or "the ladder" for c in changes]
+    (best,) = (row for row in rows if row["config"] == GOOD.slug)
+    assert (best["change"], best["verdict"], best["ratio"]) == (
+        "store_policy=stream", "FASTER", "1.1111",
+    )  # fmt: skip
+    facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+    assert facts["verdicts"] == ablation.verdicts(changes)
     table = tuning.change_rows(changes)
-    assert table[0][0] == "the ladder"
+    assert table[0][:3] == ["the ladder", LADDER.slug, "100.00"]
     assert len(table[0]) == len(tuning.CHANGE_TITLES)
 
 
