@@ -187,6 +187,9 @@ def test_the_readmes_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_all_of_the_readmes_python_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_the_readmes_python_runs_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path))  # it tunes
     monkeypatch.delenv("RMSNORM_RAW_BACKEND", raising=False)
     assert run_readme(slice(None))["k2"].binary.backend.name in ("rocm", "cuda")

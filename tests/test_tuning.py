@@ -20,6 +20,7 @@ from rmsnorm_raw import ablation, check, ladder, store, tuner
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study import tuning
 
+ROOT = Path(__file__).resolve().parents[1]
 GPU = VirtualGpu()
 #: three problems of the study; the planted config is the best for the second
 THREE = (Problem.forward(4096, 1024, "bf16"), PROBLEM, Problem.backward(4096, 4096, "bf16"))
@@ -119,7 +120,8 @@ def test_an_ablation_leaves_a_table_and_its_environment(
 
 
 @pytest.fixture
-def versus() -> ModuleType:
+def versus(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module("perf.tuned_vs_ladder")
 
 
