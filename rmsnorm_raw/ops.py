@@ -19,7 +19,7 @@ from rmsnorm_raw.errors import InvalidConfig, InvalidInput
 from rmsnorm_raw.interop import View
 from rmsnorm_raw.launch import MATRICES, Tensor
 from rmsnorm_raw.problem import DTYPE_BYTES, Problem
-from rmsnorm_raw.ready import Ready, alignment_bytes, prepare, serving
+from rmsnorm_raw.ready import Ready, alignment_bytes_of, prepare, serving
 
 #: what is left of a caller's ``config`` when its slug is parsed
 Chosen = Config | Ready | Literal["ladder"] | None
@@ -250,11 +250,11 @@ class _Call:
         used = {name: seen for name, seen in tensors.items() if seen is not None}
         placed = {name: self._placed(name, seen) for name, seen in used.items()}
         places = {name: place for name, (place, _) in placed.items()}
-        aligned = alignment_bytes(problem, places)
+        alignment_bytes = alignment_bytes_of(problem, places)
         if isinstance(chosen, Ready):
-            use = serving(chosen, problem, aligned, self.x.device)
+            use = serving(chosen, problem, alignment_bytes, self.x.device)
         else:
-            use = prepare(problem, aligned, chosen, self.x.device)
+            use = prepare(problem, alignment_bytes, chosen, self.x.device)
         scratch = {name: self.new((-(-size // 4),), "float32") for name, size in use.scratch}
         places |= {name: Tensor(seen.address) for name, seen in scratch.items()}
         if "counter" in scratch:

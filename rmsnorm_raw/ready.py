@@ -48,27 +48,17 @@ def ready(problem: Problem, config: Config, binary: module.Binary) -> Ready:
     return Ready(problem, config, binary, scratch)
 
 
+@store.until_saved(maxsize=KEPT)
 def prepare(
     problem: Problem, alignment_bytes: int, chosen: Config | Literal["ladder"] | None, where: Device
 ) -> Ready:
-    """What calls of a problem on a device need; found anew when a record is saved.
+    """What calls of a problem on a device need; found once, and anew when a record is saved.
 
     Raises:
         InvalidConfig: the config does not fit, with the reason.
         BackendUnavailable: the device's backend cannot run here.
         CompileError: with the slug, the compiler's log and the next step.
     """
-    return _prepare(problem, alignment_bytes, chosen, where, store.generation())
-
-
-@functools.lru_cache(maxsize=KEPT)
-def _prepare(
-    problem: Problem,
-    alignment_bytes: int,
-    chosen: Config | Literal["ladder"] | None,
-    where: Device,
-    generation: int,
-) -> Ready:
     backend = _backend(where)
     problem = replace(problem, alignment=alignment_bytes)
     config, _ = store.choose(problem, backend, chosen)
@@ -116,7 +106,7 @@ def _what_differs(one: Problem, other: Problem) -> str:
     return ", ".join(f"{name}={getattr(one, name)!r}" for name in differing)
 
 
-def alignment_bytes(problem: Problem, places: Mapping[str, Tensor]) -> int:
+def alignment_bytes_of(problem: Problem, places: Mapping[str, Tensor]) -> int:
     """Bytes of x that a lane may move at once, by all addresses and row strides.
 
     The weight's element may have another size: the elements that v bytes of x hold are moved in

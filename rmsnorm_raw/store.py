@@ -18,9 +18,10 @@ import contextlib
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from filelock import FileLock
 
@@ -35,6 +36,8 @@ from rmsnorm_raw.records import SCHEMA, Damaged, document, parse, sha256
 from rmsnorm_raw.records import Key as Key
 from rmsnorm_raw.records import Record as Record
 from rmsnorm_raw.source import render, whole_text
+
+R = TypeVar("R")
 
 #: what stands in the way of writing; filelock raises the second where a file system has no locks
 CANNOT_WRITE = (OSError, NotImplementedError)
@@ -132,22 +135,48 @@ def resolve(problem: Problem, backend: Backend) -> tuple[Config, str]:
     return ladder.default_config(problem, backend.device), "ladder"
 
 
-def generation() -> int:
-    """A number that changes whenever :func:`resolve` may answer otherwise than before."""
-    return _generation
+def until_saved(
+    maxsize: int,
+) -> Callable[[Callable[..., R]], functools._lru_cache_wrapper[R]]:
+    """``functools.lru_cache`` for what follows from :func:`resolve`: emptied by a new record.
+
+    So a call looks nothing up, and what is saved in this process takes effect at the next one.
+    """
+
+    def wrap(function: Callable[..., R]) -> functools._lru_cache_wrapper[R]:
+        @functools.lru_cache(maxsize=maxsize)
+        @functools.wraps(function)
+        def cached(*args: Any, **kwargs: Any) -> R:
+            while True:
+                before = _saves
+                found = function(*args, **kwargs)
+                if before == _saves:  # else a thread saved meanwhile, and this may be outdated
+                    return found
+
+        _caches.append(cached)
+        return cached
+
+    return wrap
 
 
 def forget() -> None:
     """Look records up anew, also what other processes have saved since they were last asked for."""
-    global _generation
     _memory.clear()
     _told.clear()
     _key.cache_clear()
     _known_best.cache_clear()
-    _generation += 1
+    _empty_caches()
 
 
-_generation = 0
+def _empty_caches() -> None:
+    global _saves
+    _saves += 1
+    for cache in _caches:
+        cache.cache_clear()
+
+
+_saves = 0
+_caches: list[functools._lru_cache_wrapper[Any]] = []
 _memory: dict[tuple[Path, Key], Record | None] = {}
 _told: set[Key] = set()
 
@@ -178,10 +207,9 @@ def save(key: Key, record: Record) -> Path | None:
     Returns:
         Its file; None, after a warning, where the cache cannot be written.
     """
-    global _generation
     path, text = _path(key), document([(key, record)])
     _memory[folder(), key] = record
-    _generation += 1
+    _empty_caches()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock():

@@ -36,7 +36,7 @@ from rmsnorm_raw import (
     store,
 )
 from rmsnorm_raw.backends import Backend, Resources, get_backend
-from rmsnorm_raw.backends.kernel_report import KernelReport, LaunchReport
+from rmsnorm_raw.backends.kernel_report import LaunchReport
 from rmsnorm_raw.backends.offline import OfflineCode, offline_backend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec, known_device
@@ -74,11 +74,12 @@ def explain(problem: Problem, device: str | DeviceSpec | None = None) -> Explana
     """The space of a problem in words: what is kept, the ladder's choice, what is refused and why.
 
     Args:
-        device: as in :func:`default_config`.
+        device: as in :func:`default_config`; records are those of the device that is here.
     """
     spec = _device(device)
-    found = space.enumerate_configs(problem, spec)
-    return Explanation(problem, spec, found, ladder.default_config(problem, spec))
+    found, choice = space.enumerate_configs(problem, spec), ladder.default_config(problem, spec)
+    used, origin = (choice, "ladder") if device else store.resolve(problem, get_backend())
+    return Explanation(problem, spec, found, choice, used, origin)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -90,12 +91,16 @@ class Explanation:
         device: for which device.
         space: every config, kept or refused with its reason.
         choice: the ladder's config.
+        used: the config of a call that names none.
+        origin: where that is from: "tuned", "known best" or "ladder".
     """
 
     problem: Problem
     device: DeviceSpec
     space: space.Space
     choice: Config
+    used: Config
+    origin: str
 
     @property
     def reasons(self) -> tuple[tuple[int, str, Config], ...]:
@@ -113,6 +118,8 @@ class Explanation:
         kept = self.space.kept
         yield f"{self.problem} on {self.device.name} ({self.device.arch})"
         yield f"{len(kept)} kept, -> the ladder's choice, {len(self.space.rejected)} rejected"
+        if self.used != self.choice:
+            yield f"in use: {self.used.slug} ({self.origin})"
         slugs = [("-> " if config == self.choice else "   ") + config.slug for config in kept]
         if self.choice not in kept:
             slugs.insert(0, f"-> {self.choice.slug}, outside the search")
@@ -153,6 +160,15 @@ class Kernel:
     def resources(self) -> Mapping[str, Resources]:
         """Registers, LDS and spills by entry point, as the toolchain says them."""
         return self.binary.resources
+
+    @property
+    def asm(self) -> str:
+        """The machine code, as the backend shows it: AMD's, or SASS or PTX.
+
+        Raises:
+            BackendUnavailable: on the simulator; or a tool that shows it is missing.
+        """
+        return self.binary.backend.assembly(self.source)
 
     @property
     def launches(self) -> tuple[launch.Launch, ...]:
@@ -251,8 +267,7 @@ class OfflineKernel(Kernel):
     @property
     def asm(self) -> str:
         """The machine code, a line an instruction; those of the row loop begin with "|"."""
-        kernels: Mapping[str, KernelReport] = self._code.kernels
-        return "\n\n".join(f"{name}:\n{each.listing}" for name, each in kernels.items())
+        return self._code.listing
 
     @property
     def _code(self) -> OfflineCode:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import doctest
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import rmsnorm_raw as rr
+from rmsnorm_raw import store
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(rr.__file__).resolve().parent
@@ -172,18 +174,34 @@ def test_the_readme_lists_the_environment_variables() -> None:
     assert listed == set(re.findall(r"\"(RMSNORM_RAW_\w+)\"", code))
 
 
-def run_readme(blocks: slice) -> dict[str, Any]:
+def blocks_of_readme(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.+?)```", read("README.md"), re.DOTALL)
+
+
+def run_python_of_readme(blocks: slice) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.+?)```", read("README.md"), re.DOTALL)[blocks]:
+    for block in blocks_of_readme("python")[blocks]:
         exec(block, names)
     return names
 
 
 def test_the_readmes_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
-    names = run_readme(slice(2))
+    names = run_python_of_readme(slice(1))
     assert names["bwd"].dweight.shape == names["weight"].shape
-    assert names["k2"].source.digest != names["k"].source.digest  # the edit found its text
+
+
+def test_the_readmes_session_is_what_a_repl_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
+    monkeypatch.setattr(store, "folder", lambda: tmp_path)  # nothing is tuned
+    text = "\n".join(blocks_of_readme("pycon"))
+    session = doctest.DocTestParser().get_doctest(text, {}, "README.md", "README.md", 0)
+    assert len(session.examples) > 15
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(session, out=said.append)
+    assert "".join(said) == ""
 
 
 @pytest.mark.gpu
@@ -192,4 +210,6 @@ def test_all_of_the_readmes_python_runs_on_a_gpu(
 ) -> None:
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path))  # it tunes
     monkeypatch.delenv("RMSNORM_RAW_BACKEND", raising=False)
-    assert run_readme(slice(None))["k2"].binary.backend.name in ("rocm", "cuda")
+    names = run_python_of_readme(slice(None))
+    assert names["k2"].binary.backend.name in ("rocm", "cuda")
+    assert names["k2"].source.digest != names["k"].source.digest  # the edit found its text

@@ -320,7 +320,7 @@ def test_alignment_takes_each_arrays_own_element_into_account(
 ) -> None:
     problem = Problem.forward(4, 64, dtype, weight_dtype=weight_dtype)
     tensors = {"x": x, "y": Tensor(64, 64)} | ({} if weight is None else {"weight": weight})
-    assert ready.alignment_bytes(problem, tensors) == expected
+    assert ready.alignment_bytes_of(problem, tensors) == expected
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
@@ -641,7 +641,7 @@ def test_without_a_backend_the_message_passes_through(monkeypatch: pytest.Monkey
     def unavailable(name: str) -> None:
         raise BackendUnavailable("install a compiler")
 
-    ready._prepare.cache_clear()
+    ready.prepare.cache_clear()
     monkeypatch.setattr(ready, "get_backend", unavailable)
     with pytest.raises(BackendUnavailable, match="install a compiler"):
         rmsnorm_fwd(X, W)

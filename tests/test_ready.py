@@ -110,6 +110,18 @@ def test_the_workbench_takes_the_tuned_config_and_says_so(cpu64: Backend) -> Non
     assert rr.default_config(PROBLEM, cpu64.device) == ladder.default_config(PROBLEM, cpu64.device)
 
 
+def test_explain_says_what_is_in_use_where_it_is_not_the_ladders(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
+    assert "in use" not in repr(rr.explain(PROBLEM))
+    tune(cpu64)
+    explained = rr.explain(PROBLEM)
+    assert "in use: b128-t32-v16-reg (tuned)" in repr(explained)
+    assert explained.choice == ladder.default_config(PROBLEM, cpu64.device)
+    assert rr.explain(PROBLEM, "gfx950").origin == "ladder"
+
+
 @pytest.mark.usefixtures("rocm_stand_in")
 def test_a_device_that_is_not_here_has_the_ladders_config() -> None:
     kernel = rr.build(Problem.forward(64, 4096, "bf16"), device="gfx950")

@@ -329,13 +329,36 @@ def test_what_a_caller_may_say() -> None:
         store.choose(FORWARD, gpu(), "the ladder")
 
 
-def test_a_record_changes_the_generation() -> None:
-    seen = [store.generation()]
+def test_what_follows_from_a_record_is_kept_until_one_is_saved() -> None:
+    computed: list[int] = []
+
+    @store.until_saved(maxsize=8)
+    def config_of(rows: int) -> Config:
+        computed.append(rows)
+        return resolve(replace(FORWARD, rows=rows), gpu())[0]
+
+    default = ladders(FORWARD, gpu())[0]
+    assert config_of(1000) == config_of(1000) == default
     save(key(FORWARD, gpu()), record())
-    seen.append(store.generation())
+    assert config_of(1000) == config_of(1000) == FASTER
     store.forget()
-    seen.append(store.generation())
-    assert len(set(seen)) == 3
+    assert config_of(1000) == FASTER
+    assert computed == [1000] * 3
+
+
+def test_what_was_computed_while_a_record_was_saved_is_computed_again() -> None:
+    computed: list[str] = []
+
+    @store.until_saved(maxsize=8)
+    def config_of(rows: int) -> Config:
+        config, origin = resolve(replace(FORWARD, rows=rows), gpu())
+        computed.append(origin)
+        if len(computed) == 1:
+            save(key(FORWARD, gpu()), record())  # as another thread may, while this one compiles
+        return config
+
+    assert config_of(1000) == FASTER
+    assert computed == ["ladder", "tuned"]
 
 
 # ---- the cache's files -------------------------------------------------------------------------

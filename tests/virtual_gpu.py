@@ -86,6 +86,9 @@ class VirtualGpu:
         functions = {entry: (entry, dict(source.defines)) for entry in source.entry_points}
         return Code(functions, {}, "", source.digest)
 
+    def assembly(self, source: Source) -> str:
+        raise NotImplementedError
+
     def launch(
         self,
         function: Any,

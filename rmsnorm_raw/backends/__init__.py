@@ -72,6 +72,9 @@ class Backend(Protocol):
     def compile(self, source: Source) -> Code:
         """Compile, or load from the cache. Raises CompileError with the compiler's log."""
 
+    def assembly(self, source: Source) -> str:
+        """The machine code of a source, as text to be read."""
+
     def launch(
         self,
         function: Any,

@@ -13,7 +13,7 @@ import functools
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 
@@ -189,6 +189,13 @@ class CpuBackend:
         }
         resources = {entry: Resources() for entry in functions}
         return Code(functions, resources, built.log, built.digest)
+
+    def assembly(self, source: Source) -> NoReturn:
+        """Raises BackendUnavailable: what runs here is the host's machine code."""
+        raise BackendUnavailable(
+            "the simulator runs the host's machine code, which says nothing of a GPU's: "
+            "rr.build(problem, device='gfx950').asm is AMD's, with no device"
+        )
 
     # ---- launching -----------------------------------------------------------------------------
 

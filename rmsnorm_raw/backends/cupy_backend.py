@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rmsnorm_raw.backends import Code, Resources, Toolchain
+from rmsnorm_raw.backends import Code, Resources, Toolchain, nvrtc_assembly
+from rmsnorm_raw.backends.offline import compile_offline
 from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN, DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source
@@ -285,6 +286,18 @@ class CupyBackend:
             for value in (kernel.num_regs, kernel.shared_size_bytes, kernel.local_size_bytes)
         )
         return Resources(registers, lds_bytes, spill_bytes)
+
+    def assembly(self, source: Source) -> str:
+        """AMD's machine code by the installed ROCm's own compiler; SASS or PTX of NVRTC's.
+
+        Raises:
+            CompileError: with the slug and the compiler's log.
+            BackendUnavailable: a tool that shows it is missing or fails.
+            InvalidInput: AMD's compiler is not asked for this architecture.
+        """
+        if self._runtime.is_hip:
+            return compile_offline(source, self.device.arch).listing
+        return nvrtc_assembly.assembly(source, self.device.arch, self._cupy.cuda.nvrtc)
 
     def launch(
         self,

@@ -62,6 +62,11 @@ class OfflineCode(Code):
         """A report of each entry point."""
         return self.functions
 
+    @property
+    def listing(self) -> str:
+        """The machine code, a line an instruction; those of the row loop begin with "|"."""
+        return "\n\n".join(f"{name}:\n{each.listing}" for name, each in self.kernels.items())
+
 
 class OfflineBackend:
     """The backend of a device that is not here: it compiles, and can do nothing else."""
@@ -88,6 +93,10 @@ class OfflineBackend:
     def compile(self, source: Source) -> OfflineCode:
         """See :func:`compile_offline`."""
         return compile_offline(source, self.device.arch)
+
+    def assembly(self, source: Source) -> str:
+        """See :attr:`OfflineCode.listing`."""
+        return self.compile(source).listing
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises BackendUnavailable, whatever is asked for."""

@@ -31,6 +31,15 @@ def test_the_device_is_described(gpu: Backend) -> None:
     assert device.last_level_cache_source
 
 
+def test_the_toolchain_and_the_machine_code_are_named(gpu: Backend) -> None:
+    compiler, cupy = gpu.toolchain
+    assert compiler.startswith({"rocm": "ROCm 7", "cuda": "NVRTC 1"}[gpu.name])
+    assert cupy.split(".")[0].isdigit()
+    text = gpu.assembly(source("out[threadIdx.x] = WORD + blockIdx.x;"))
+    assert "probe" in text
+    assert any(word in text for word in ("s_endpgm", "EXIT", ".visible .entry"))
+
+
 def test_a_source_is_compiled_once_and_described(gpu: Backend) -> None:
     code = gpu.compile(source("out[threadIdx.x] = WORD + blockIdx.x;"))
     assert gpu.compile(source("out[threadIdx.x] = WORD + blockIdx.x;")) is code

@@ -60,6 +60,13 @@ def test_the_driver_says_of_a_kernel_what_the_compiler_says(rocm: Backend, op: s
     }
 
 
+def test_a_kernels_machine_code_is_that_of_its_device(rocm: Backend) -> None:
+    problem = Problem.backward(64, 4096, "bf16")
+    kernel = rr.build(problem, backend=rocm)
+    assert kernel.asm == rr.build(problem, device="gfx950").asm
+    assert "s_endpgm" in kernel.asm
+
+
 # ---- other machines, each a process of its own ---------------------------------------------------
 
 
