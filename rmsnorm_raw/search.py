@@ -100,6 +100,7 @@ class Search:
         ladder: its config by the ladder.
         config: the best known: the ladder's, until a candidate has won the finals.
         why: a sentence on that.
+        pool: the configs to choose from.
         counts: configs by what became of them; "correct" ones have passed the gate.
         standings: the latest comparison of each candidate that was timed.
         faults: what was wrong with each config that failed.
@@ -121,6 +122,7 @@ class Search:
         self.problem, self.device, self.steps, self.effort = problem, device, steps, effort
         self.config = self.ladder = ladder.default_config(problem, device)
         self.why = "the search did not reach the finals, so the ladder stays"
+        self.pool: list[Config] = []
         self.counts: Counter[str] = Counter()
         self.faults: dict[Config, Fault] = {}
         self.standings: dict[Config, Comparison] = {}
@@ -158,7 +160,7 @@ class Search:
     # ---- exploring -------------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        kept = self._enumerate()
+        kept = self.pool = self._enumerate()
         explorer = candidates.Explorer(kept, self.ladder)
         until = self._began + self.effort.exploring * self._budget_s
         configs = [self.ladder, *explorer.take(self.effort.round)]
@@ -229,6 +231,9 @@ class Search:
         """Count a config out; the ladder's ends the search."""
         if config == self.ladder:
             raise ladder_failed(config, fault)
+        self._count_out(config, fault)
+
+    def _count_out(self, config: Config, fault: Fault) -> None:
         self.counts[fault.kind] += 1
         self.faults[config] = fault
         self.standings.pop(config, None)
@@ -310,12 +315,13 @@ class Search:
             if self._left_s <= 0:
                 return f"did not finish: the budget of {self._budget_s:g} s is spent"
             for step in (self.steps.gate, self.steps.try_out):
-                found = step(problem, [base, config])
-                if isinstance(fault := found[base], Fault):
-                    raise ladder_failed(base, fault)
-                if isinstance(fault := found[config], Fault):
-                    self._fault(config, fault)
-                    return f"fails at {rows} rows: {fault.message}"
+                for each, fault in step(problem, [base, config]).items():
+                    if not isinstance(fault, Fault):
+                        continue
+                    if each == base and fault.kind != "memory":
+                        raise ladder_failed(base, fault)
+                    self._count_out(config, fault)
+                    return f"fails at {rows} rows ({fault.kind}): {fault.message}"
             for regime in REGIMES:
                 if reason := self._game(problem, base, config, regime):
                     return reason
@@ -332,8 +338,8 @@ class Search:
         swapped = self.steps.time(problem, [config, base], regime, limits)
         for found in (first, swapped):
             if isinstance(found, Fault):
-                self._fault(config, found)
-                return f"fails at {problem.rows} rows {regime}: {found.message}"
+                self._count_out(config, found)
+                return f"fails at {problem.rows} rows {regime} ({found.kind}): {found.message}"
         assert not isinstance(first, Fault)
         assert not isinstance(swapped, Fault)
         final = Final(

@@ -4,7 +4,8 @@
 >>> print(_)                              # the finals, what failed, and a line to paste
 
 A search that has been made is not made again: its record is found, whether a candidate has won or
-the ladder's config stays. Records are kept of times on a GPU alone.
+the ladder's config stays. Records are kept of times on a GPU alone, and not of a search that was
+interrupted, or whose budget ended before it had timed anything.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def tune(
             interrupted = True
             search.why = f"interrupted; {search.why}"
     decision = _decided(search, effort, interrupted)
-    if key is not None and not interrupted:
+    if key is not None and not interrupted and (decision.standings or not search.pool):
         config = decision.config if decision.tuned else _stays(problem, where)
         record = store.Record(
             config, decision.why, decision.samples, decision.counts, environment_digest(), effort

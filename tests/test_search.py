@@ -278,13 +278,17 @@ def test_an_end_that_does_not_fit_the_device_is_skipped_and_said() -> None:
     assert "16383 rows skipped: they want" in search.why
 
 
-def test_memory_that_others_hold_is_no_reason_to_skip_an_end() -> None:
+@pytest.mark.parametrize("config", [GOOD, LADDER], ids=["candidate", "ladder"])
+def test_memory_that_others_hold_is_no_reason_to_skip_an_end(config: Config) -> None:
     large = replace(H200, memory_bytes=141_000_000_000)
-    steps = FakeSteps(times(**{GOOD.slug: 90.0}), faults_at={("gate", GOOD.slug, 16383): "memory"})
+    steps = FakeSteps(
+        times(**{GOOD.slug: 90.0}), faults_at={("gate", config.slug, 16383): "memory"}
+    )
     search = Search(PROBLEM, large, steps, QUICK, clock=steps.clock)
     search.run()
     assert search.config == LADDER
-    assert "fails at 16383 rows" in search.why
+    assert "fails at 16383 rows (memory)" in search.why
+    assert search.counts["memory"] == 1
 
 
 def test_a_candidate_is_held_against_the_ladders_choice_for_those_rows() -> None:

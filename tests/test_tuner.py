@@ -154,6 +154,11 @@ def test_a_search_can_be_made_anew() -> None:
     assert tuned(faster(), resume=False).config == GOOD
 
 
+def test_a_search_that_timed_nothing_leaves_no_record() -> None:
+    assert "none of 0" in tuned(replace(faster(), now=float("inf"))).why
+    assert store.lookup(store.key(PROBLEM, GPU)) is None
+
+
 def test_no_effort_gives_what_is_known_and_asks_nothing() -> None:
     steps = FakeSteps(times())
     assert tuned(steps, effort="none").origin == "ladder"
