@@ -19,11 +19,10 @@ import functools
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-
-from filelock import FileLock
 
 from rmsnorm_raw import environment, ladder, space
 from rmsnorm_raw.backends import Backend, Toolchain
@@ -233,7 +232,7 @@ def check(backend: Backend) -> environment.Check:
     found, device = _readable(), backend.device
     here = sum(_applies(key, backend) for key, _ in found)
     known = _known_best(device.arch)
-    shipped = sum(_applies(replace(key, cupy=backend.toolchain.cupy), backend) for key in known)
+    shipped = sum(_applies(key, backend, of_package=True) for key in known)
     return environment.Check(
         "tuned records",
         True if here or shipped else None,
@@ -264,7 +263,9 @@ def _path(key: Key) -> Path:
     return folder() / key.arch / f"{key.op}-{shape}-{key.digest[:16]}.json"
 
 
-def _lock() -> FileLock:
+def _lock() -> AbstractContextManager[object]:
+    from filelock import FileLock  # which imports asyncio: 50 ms that only a writer pays
+
     return FileLock(folder() / ".lock", timeout=LOCK_TIMEOUT_S)
 
 
@@ -307,13 +308,14 @@ def _readable() -> list[tuple[Key, Record]]:
     return found
 
 
-def _applies(found: Key, backend: Backend) -> bool:
+def _applies(found: Key, backend: Backend, *, of_package: bool = False) -> bool:
     device = backend.device
     if (found.device, found.arch, found.compute_units) != (
         device.name, device.arch, device.compute_units,
     ):  # fmt: skip
         return False
-    return key(found.problem, backend) == found
+    asked = key(found.problem, backend)
+    return (_for_package(asked) if of_package else asked) == found
 
 
 # ---- the package's records -----------------------------------------------------------------------

@@ -613,9 +613,12 @@ def test_doctor_counts_the_records_that_apply(cache: Path) -> None:
     save(old, record())
     (cache / "tuned" / "sm_90" / "junk.json").write_text("junk")
     ship(gpu(), BACKWARD, FASTER)
-    line = store.check(gpu(cupy="14.1.0"))
+    line = store.check(gpu())
     assert line.ok
     assert line.found == (
         f"{cache / 'tuned'}: 2 of 4 apply to NVIDIA H200 as it is here; known best: 1 of 1"
     )
     assert (cache / "tuned" / "sm_90" / "junk.json").exists()
+    assert "0 of 4 apply" in store.check(gpu(cupy="14.2.0")).found
+    assert "known best: 1 of 1" in store.check(gpu(cupy="14.2.0")).found
+    assert "known best: 0 of 1" in store.check(gpu(cupy="15.0.0")).found
