@@ -199,7 +199,7 @@ SMALL = Problem.forward(9, 256, "bfloat16")
 
 
 def test_a_search_in_the_simulator_gates_and_decides_nothing(cpu32: Backend) -> None:
-    decision = rr.tune(SMALL, backend=cpu32, budget_s=60.0)
+    decision = rr.tune(SMALL, backend=cpu32, budget_s=2000.0)
     assert decision.simulated
     assert not decision.tuned
     assert "simulated" in decision.why
@@ -218,8 +218,8 @@ def test_a_true_search_goes_on_past_planted_faults(cpu32: Backend) -> None:
     near = first_round(cpu32)
     fates = dict(zip([c.slug for c in near], ("crash", "wrong", "text", "hang"), strict=False))
     assert len(fates) == 4
-    with Worker(partial(PlantedLab, fates), limit_s=20.0) as worker:
-        decision = rr.tune(SMALL, backend=cpu32, budget_s=400.0, steps=worker)
+    with Worker(partial(PlantedLab, fates), limit_s=40.0) as worker:
+        decision = rr.tune(SMALL, backend=cpu32, budget_s=2000.0, steps=worker)
     counts = {kind: decision.counts[kind] for kind in ("runtime", "correctness", "compile")}
     assert counts == {"runtime": 1, "correctness": 1, "compile": 1}
     assert decision.counts["timeout"] == 1
