@@ -26,6 +26,7 @@ _HOME = {
     "rmsnorm_bwd": "ops",
     "rmsnorm_fwd": "ops",
     "roofline": "workbench",
+    "tune": "tuner",
 }
 _SUBMODULES = ("array", "errors")
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from rmsnorm_raw.ops import rmsnorm_bwd as rmsnorm_bwd
     from rmsnorm_raw.ops import rmsnorm_fwd as rmsnorm_fwd
     from rmsnorm_raw.problem import Problem as Problem
+    from rmsnorm_raw.tuner import tune as tune
     from rmsnorm_raw.workbench import build as build
     from rmsnorm_raw.workbench import compare as compare
     from rmsnorm_raw.workbench import default_config as default_config

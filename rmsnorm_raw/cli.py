@@ -7,14 +7,10 @@ message. Modules are imported by the commands that need them, so that ``--help``
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import json
-import re
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,18 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from rmsnorm_raw import console
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, RmsnormRawError
 
 if TYPE_CHECKING:
     from rmsnorm_raw.backends import Resources
     from rmsnorm_raw.backends.isa import Instruction
     from rmsnorm_raw.backends.kernel_report import LaunchReport
-    from rmsnorm_raw.device import DeviceSpec
     from rmsnorm_raw.problem import Problem
-    from rmsnorm_raw.study.sweep import Row
-
-#: of tables that go into a file or a pipe, where no terminal gives a width: none is wider
-PLAIN_WIDTH = 400
 
 
 class _OwnErrors(TyperGroup):
@@ -64,6 +56,14 @@ class Op(str, enum.Enum):
 
     forward = "forward"
     backward = "backward"
+
+
+class Effort(str, enum.Enum):
+    """The values of --effort."""
+
+    none = "none"
+    quick = "quick"
+    full = "full"
 
 
 class Regime(str, enum.Enum):
@@ -111,13 +111,13 @@ def doctor(as_json: JsonOption = False) -> None:
         except BackendUnavailable as error:  # a device that no kernel is written for
             refusals[here] = str(error)
     if as_json:
-        _print_json({"checks": [asdict(check) for check in checks], "backends": refusals})
+        console.print_json({"checks": [asdict(check) for check in checks], "backends": refusals})
     else:
         mark = {True: "ok", False: "MEND", None: "-"}
         rows = [(mark[check.ok], check.name, check.found, check.mend) for check in checks]
-        _print_table(("", "what", "found", "mend it with"), rows)
+        console.print_table(("", "what", "found", "mend it with"), rows)
         states = [(name, refusal or "runs here") for name, refusal in refusals.items()]
-        _print_table(("backend", "state"), states)
+        console.print_table(("backend", "state"), states)
     if None not in refusals.values():
         raise typer.Exit(1)
 
@@ -190,17 +190,19 @@ def inspect(
         lists |= _machine_code(kernel.resources)
     lists["defines"] = [{"name": name, "value": value} for name, value in kernel.source.defines]
     if as_json:
-        _print_json(facts | lists)
+        console.print_json(facts | lists)
         return
-    _print_table(("", ""), facts.items())
+    console.print_table(("", ""), facts.items())
     for title, entries in lists.items():
         print(f"\n{title}{WAITS_MEAN if title == 'waits' else ''}")
         if title in ("resources", "instructions"):  # many facts of few kernels
             names = dict.fromkeys(name for entry in entries for name in entry)
             rows_of_facts = ([name, *(entry.get(name) for entry in entries)] for name in names)
-            _print_table(("", *("" for _ in entries)), rows_of_facts)
+            console.print_table(("", *("" for _ in entries)), rows_of_facts)
         else:
-            _print_table(entries[0].keys() if entries else (), (it.values() for it in entries))
+            console.print_table(
+                entries[0].keys() if entries else (), (it.values() for it in entries)
+            )
 
 
 #: after the title of inspect's waits
@@ -254,14 +256,14 @@ def bench(
 ) -> None:
     """Verify one kernel, time it and set it beside the roofline; writes bench.json."""
     from rmsnorm_raw import environment, measure, workbench
-    from rmsnorm_raw.study.sweep import cell_columns, roofline_facts, time_columns
+    from rmsnorm_raw.study.sweep import cell_columns, printed, roofline_facts, time_columns
 
     problem = _problem(op, rows, cols, dtype, weight_dtype)
-    with _progress() as step:
+    with console.progress() as step:
         step(0, 4, "build")
         kernel = workbench.build(problem, config, backend=backend)
         where = kernel.binary.backend
-        path = _out_dir(out, where.device) / "bench.json"
+        path = console.out_dir(out, where.device) / "bench.json"
         step(1, 4, "verify")
         verdict = kernel.check()
         step(2, 4, "time")
@@ -285,7 +287,7 @@ def bench(
         "roofline": roofline and roofline_facts(roofline),
     }
     environment.write(path, facts)
-    _print_rows([row])
+    console.print_table(*printed([row]))
     print(f"gate: {verdict}")
     print(f"time: {samples}")
     if roofline is not None:
@@ -310,9 +312,9 @@ def sweep(
     from rmsnorm_raw.study import sweep as study
 
     where = backends.get_backend(backend)
-    out_dir = _out_dir(out, where.device)
+    out_dir = console.out_dir(out, where.device)
     print(f"writing to {out_dir}", file=sys.stderr)
-    with _progress() as step:
+    with console.progress() as step:
         outcome = study.sweep(
             where,
             out_dir,
@@ -320,10 +322,73 @@ def sweep(
             budget_s=0.3 if quick else 2.0,
             progress=step,
         )
-    _print_rows(outcome.rows)
+    console.print_table(*study.printed(outcome.rows))
     print("\n".join(study.summary(outcome)))
     print(f"written: {outcome.csv_path}, {outcome.environment_path}")
     if outcome.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def tune(
+    op: Annotated[Op | None, typer.Option("--op", help="The operation.")] = None,
+    rows: Annotated[int | None, typer.Option("--rows", help="M, the number of rows.")] = None,
+    cols: Annotated[int | None, typer.Option("--cols", help="N, the elements of a row.")] = None,
+    dtype: DtypeOption = "bf16",
+    weight_dtype: WeightOption = "same",
+    all_cells: Annotated[
+        bool, typer.Option("--all", help="The study's 90 cells, in place of --op, --rows, --cols.")
+    ] = False,
+    effort: Annotated[
+        Effort, typer.Option("--effort", help="none: what is known; quick: seconds; full: minutes.")
+    ] = Effort.quick,
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=0.0, help="Seconds a search; by the effort.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--anew", help="Take the record of an earlier search.")
+    ] = True,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="What each knob of the ladder's config is worth.")
+    ] = False,
+    regime: Annotated[
+        Regime, typer.Option("--regime", help="With --ablate: cold or steady.")
+    ] = Regime.cold,
+    backend: BackendOption = None,
+    out: OutOption = None,
+) -> None:
+    """Search for a config that beats the ladder's; writes tune.csv, or ablation.csv."""
+    from rmsnorm_raw import backends
+    from rmsnorm_raw.study import cells, tuning
+
+    if all_cells:
+        if ablate or (op, rows, cols) != (None, None, None):
+            raise InvalidInput(
+                "--all is the study's cells: leave out --op, --rows, --cols, --ablate"
+            )
+        problems = cells.cells()
+    elif op is None or rows is None or cols is None:
+        raise InvalidInput("give --op, --rows and --cols, or --all")
+    else:
+        problems = (_problem(op, rows, cols, dtype, weight_dtype),)
+    where = backends.get_backend(backend)
+    out_dir = console.out_dir(out, where.device)
+    if ablate:
+        with console.progress() as step:
+            changes = tuning.ablate(problems[0], where, out_dir, regime=regime.value, progress=step)
+        console.print_table(tuning.CHANGE_TITLES, tuning.change_rows(changes))
+        print(f"written: {out_dir / 'ablation.csv'}")
+        return
+    with console.progress() as step:
+        table, decisions = tuning.tune_all(
+            problems, where, out_dir, effort=effort.value, budget_s=budget, resume=resume,
+            progress=step,
+        )  # fmt: skip
+    if all_cells:
+        console.print_table(tuning.TITLES, tuning.table_rows(table))
+    print("\n".join([*tuning.summary(table), *(str(each) for each in decisions if not all_cells)]))
+    print(f"written: {out_dir / 'tune.csv'}", file=sys.stderr)
+    if len(decisions) < len(problems) or decisions[-1].interrupted:
         raise typer.Exit(1)
 
 
@@ -332,68 +397,3 @@ def _problem(op: Op, rows: int, cols: int, dtype: str, weight_dtype: str) -> Pro
 
     build = Problem.forward if op is Op.forward else Problem.backward
     return build(rows, cols, dtype, weight_dtype=None if weight_dtype == "none" else weight_dtype)
-
-
-def _out_dir(chosen: Path | None, device: DeviceSpec) -> Path:
-    """The folder of a run's files, made before anything is measured."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
-    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    out = chosen or Path("rmsnorm-raw-results", name, now)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(
-            f"--out {out}: {error.strerror}; give a folder that you can write"
-        ) from error
-    return out
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A function to call as each step begins: a bar on a terminal, else lines; both on stderr."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, of, what: print(f"[{done}/{of}] {what}", file=sys.stderr, flush=True)
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
-
-
-#: column of a sweep -> its title in a printed table; what is not here is in the CSV alone
-TITLES = {
-    "op": "op", "m": "m", "n": "n", "act": "x", "weight": "w", "config": "config",
-    "verdict": "verdict", "median_us": "us", "gbps": "GB/s", "pct_copy": "% copy",
-    "pct_write": "% write", "pct_2r1w": "% 2r1w", "pct_best": "% best", "pct_matched": "% matched",
-}  # fmt: skip
-
-
-def _print_rows(rows: Sequence[Row]) -> None:
-    """Rows of a sweep, without the columns that are empty throughout (the simulator's speeds)."""
-    titles = TITLES | ({"median_us": "simulated us"} if rows[0]["simulated"] == "true" else {})
-    columns = [column for column in titles if any(row[column] for row in rows)]
-    table = ([row[column] for column in columns] for row in rows)
-    _print_table([titles[column] for column in columns], table)
-
-
-def _print_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    titles = list(titles)
-    table = Table(*titles, box=None, show_header=any(titles))
-    for row in rows:
-        table.add_row(*("-" if value is None else str(value) for value in row))
-    console = Console(
-        width=None if sys.stdout.isatty() else PLAIN_WIDTH, markup=False, highlight=False
-    )
-    console.print(table)
-
-
-def _print_json(facts: object) -> None:
-    print(json.dumps(facts, indent=2))

@@ -28,6 +28,7 @@ class DeviceSpec:
         register_file: 32-bit registers of one CU or multiprocessor, all lanes together.
         last_level_cache_bytes: the cache in front of device memory.
         last_level_cache_source: where that figure came from.
+        memory_bytes: of device memory, in use or not; 0 where it is not known.
         simulated: True for the CPU simulator, whose times mean nothing.
     """
 
@@ -40,6 +41,7 @@ class DeviceSpec:
     register_file: int
     last_level_cache_bytes: int
     last_level_cache_source: str = "known by name"
+    memory_bytes: int = 0
     simulated: bool = False
 
     def registers_per_lane(self, block: int, resident_blocks: int = 1) -> int:

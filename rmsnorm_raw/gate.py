@@ -200,6 +200,8 @@ class DeviceEngine:
     ROW_BLOCKS = 512
     #: blocks of the kernels that loop over a list
     LIST_BLOCKS = 1 << 14
+    #: blocks that gather findings, where there are more: 200 KB come to the host and not 6 MB
+    GATHER_BLOCKS = 16
 
     def __init__(self, backend: Backend, stream: int = 0) -> None:
         self.backend = backend
@@ -285,6 +287,11 @@ class DeviceEngine:
         blocks = min(rows, self.ROW_BLOCKS)
         records = self._doubles(blocks * kernels.BLOCK * kernels.RECORD)
         self._launch(name, blocks, *args, records.address)
+        if blocks > self.GATHER_BLOCKS:
+            found, count = records, np.int64(blocks * kernels.BLOCK)
+            records = self._doubles(self.GATHER_BLOCKS * kernels.BLOCK * kernels.RECORD)
+            args = (found.address, count, records.address)
+            self._launch("reference_gather", self.GATHER_BLOCKS, *args)
         findings = self._download(records, kernels.RECORD)
         ratio, row, col, *rest = findings[np.argmax(findings[:, 0])].tolist()
         return Worst(ratio, int(row), int(col), *rest)

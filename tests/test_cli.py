@@ -50,7 +50,7 @@ def test_help_lists_the_commands_and_loads_no_numpy() -> None:
     text = "import sys\nfrom rmsnorm_raw.cli import app\ntry:\n    app(['--help'])\nfinally:\n"
     text += "    print('loaded', 'numpy' in sys.modules, 'rich.progress' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
-    for command in ("doctor", "inspect", "bench", "sweep"):
+    for command in ("doctor", "inspect", "bench", "tune", "sweep"):
         assert re.search(rf"\b{command}\b", shown.stdout)
     assert shown.stdout.endswith("loaded False False\n")
 
@@ -365,6 +365,48 @@ def test_a_failed_cell_is_listed_and_ends_the_sweep_with_1(
     assert result.exit_code == 1
     assert "1 of 2 cells passed" in result.stdout
     assert re.search(r"^FAIL: fwd 3x256 bf16/bf16 b\S+: y\[", result.stdout, re.MULTILINE)
+
+
+# ---- tune --------------------------------------------------------------------------------------
+
+
+def test_tune_prints_its_decision_and_writes_its_table(tmp_path: Path) -> None:
+    text = done("tune", *CELL, "--budget", "10", "--out", str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {"tune.csv", "environment.json"}
+    assert "simulated times say nothing about speed, so the ladder stays" in text
+    assert re.search(r'^rr\.rmsnorm_fwd\(x, w, config="b\S+"\)$', text.strip().splitlines()[-1])
+
+
+def test_tune_without_effort_says_what_is_known(tmp_path: Path) -> None:
+    assert "no search: ladder" in done("tune", *CELL, "--effort", "none", "--out", str(tmp_path))
+
+
+def test_tune_of_all_cells_is_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rmsnorm_raw.study.cells.cells", lambda: FEW)
+    text = done("tune", "--all", "--effort", "none", "--backend", "cpu", "--out", str(tmp_path))
+    assert len(re.findall(r"^ *(?:fwd|bwd) .* LADDER ", text, re.MULTILINE)) == len(FEW)
+    assert f"0 of {len(FEW)} problems tuned" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "give --op, --rows and --cols, or --all"),
+        (("--op", "forward", "--rows", "4"), "give --op, --rows and --cols, or --all"),
+        (("--all", "--op", "forward"), "--all is the study's cells"),
+        (("--all", "--ablate"), "--all is the study's cells"),
+        ((*CELL, "--ablate"), "simulated ones say nothing: use a GPU"),
+        (("--op", "forward", "--rows", "0", "--cols", "8"), "nothing to tune"),
+        ((*CELL, "--effort", "thorough"), "thorough"),
+    ],
+)
+def test_tune_refuses_in_one_message(
+    args: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
+    result = run("tune", *args, "--out", str(tmp_path))
+    assert message in result.output
+    assert result.exit_code == (1 if "nothing to tune" in message else 2)
 
 
 # ---- progress ----------------------------------------------------------------------------------

@@ -205,7 +205,10 @@ def test_the_readmes_session_is_what_a_repl_says(
 
 
 @pytest.mark.gpu
-def test_all_of_the_readmes_python_runs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_the_readmes_python_runs_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path))  # it tunes
     monkeypatch.delenv("RMSNORM_RAW_BACKEND", raising=False)
     names = run_python_of_readme(slice(None))
     assert names["k2"].binary.backend.name in ("rocm", "cuda")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable
@@ -235,15 +236,15 @@ def test_from_an_edited_text_to_a_verdict_and_a_time_in_under_3_seconds(
     cpu64: Backend, make: Callable[..., rr.Problem]
 ) -> None:
     kernel = rr.build(make(64, 8192, "bf16"), backend=cpu64)
-    took_s = []
-    for _ in range(3):  # another process may have the core
-        text = f"{kernel.source.text}// {time.time_ns()}\n"  # which no cache has seen
-        opened = time.perf_counter()
-        edited = kernel.with_source(text)
-        said = f"{edited.check()!r}\n{edited.bench()!r}"
-        took_s.append(time.perf_counter() - opened)
-        assert re.fullmatch(r"<Verdict: passed .*>\n<Samples .* simulated us .*>", said)
-    assert min(took_s) <= 3
+    text = f"{kernel.source.text}// {time.time_ns()}\n"  # which no cache has seen
+    opened = os.times()
+    edited = kernel.with_source(text)
+    said = f"{edited.check()!r}\n{edited.bench()!r}"
+    # of this process and of the compiler, which run in turns: what a core of their own takes. By
+    # the clock on the wall, other processes that want the cores would count
+    took_s = sum(os.times()[:4]) - sum(opened[:4])
+    assert re.fullmatch(r"<Verdict: passed .*>\n<Samples .* simulated us .*>", said)
+    assert took_s <= 3
 
 
 # ---- calling -----------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def device_spec(
         register_file=register_file,
         last_level_cache_bytes=cache_bytes,
         last_level_cache_source=cache_source,
+        memory_bytes=int(properties.get("totalGlobalMem") or 0),
     )
 
 

@@ -20,6 +20,7 @@ ENTRY_POINTS = (
     "reference_combine",
     "reference_worst",
     "reference_broken",
+    "reference_gather",
 )
 
 TEXT = r"""
@@ -252,5 +253,15 @@ REF_KERNEL reference_broken(
     if (got != fill) keep_worse(worst, infinity(), row, col, got, fill, 0.0);
   }
   leave(worst, records);
+}
+
+// The worst of many records, a few for each thread here: out has one for each of those.
+REF_KERNEL reference_gather(const double* records, i64 count, double* out) {
+  Worst worst = {-1.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+  EACH_ITEM(item, count) {
+    const double* r = records + 6 * item;
+    keep_worse(worst, r[0], (i64)r[1], (i64)r[2], r[3], r[4], r[5]);
+  }
+  leave(worst, out);
 }
 """

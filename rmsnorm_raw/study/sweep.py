@@ -7,16 +7,15 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rmsnorm_raw import bandwidth, check, environment, measure, store, workbench
+from rmsnorm_raw import bandwidth, check, environment, measure, module, store, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import DRIFT_PCT, PROBES, Roofline
 from rmsnorm_raw.config import Config
@@ -253,6 +252,21 @@ def summary(outcome: Outcome) -> list[str]:
     return lines
 
 
+#: column of a sweep -> its title in a printed table; what is not here is in the CSV alone
+TITLES = {
+    "op": "op", "m": "m", "n": "n", "act": "x", "weight": "w", "config": "config",
+    "verdict": "verdict", "median_us": "us", "gbps": "GB/s", "pct_copy": "% copy",
+    "pct_write": "% write", "pct_2r1w": "% 2r1w", "pct_best": "% best", "pct_matched": "% matched",
+}  # fmt: skip
+
+
+def printed(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and rows of a table, without columns that are empty throughout (simulated speeds)."""
+    titles = TITLES | ({"median_us": "simulated us"} if rows[0]["simulated"] == "true" else {})
+    columns = [column for column in titles if any(row[column] for row in rows)]
+    return [titles[column] for column in columns], [[row[c] for c in columns] for row in rows]
+
+
 def geometric_mean(rows: Iterable[Row], column: str) -> float | None:
     """Of a column of numbers, over the rows that have one; None where none has."""
     logs = [math.log(float(row[column])) for row in rows if row[column]]
@@ -264,19 +278,17 @@ def build_all(
     backend: Backend,
     progress: Progress = lambda done, total, label: None,
 ) -> None:
-    """Fill the backend's cache: each distinct source once, as many at a time as there are cores.
+    """Fill the backend's cache, see :func:`.module.build_all`.
 
     An error is left for the cell that meets it again.
     """
-    rendered = (workbench.render(problem, config, backend.device) for problem, config in planned)
-    sources = {source.digest: source for source in rendered}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        building = [pool.submit(backend.compile, source) for source in sources.values()]
-        try:
-            for done, _ in enumerate(as_completed(building)):
-                progress(done, len(building), f"build {len(building)} kernels")
-        finally:
-            pool.shutdown(cancel_futures=True)  # an interrupt does not wait for what has not begun
+    sources = [workbench.render(problem, config, backend.device) for problem, config in planned]
+    count, done = len({source.digest for source in sources}), itertools.count()
+    module.build_all(
+        sources,
+        backend,
+        ended=lambda source, found: progress(next(done), count, f"build {count} kernels"),
+    )
 
 
 def _run_cell(

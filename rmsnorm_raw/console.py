@@ -1,0 +1,71 @@
+"""What the command line prints and where its files go: tables, JSON, progress, folders."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rmsnorm_raw.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from rmsnorm_raw.device import DeviceSpec
+
+#: of tables that go into a file or a pipe, where no terminal gives a width: none is wider
+PLAIN_WIDTH = 400
+
+
+def out_dir(chosen: Path | None, device: DeviceSpec) -> Path:
+    """The folder of a run's files, made before anything is measured."""
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    out = chosen or Path("rmsnorm-raw-results", name, now)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(
+            f"--out {out}: {error.strerror}; give a folder that you can write"
+        ) from error
+    return out
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A function to call as each step begins: a bar on a terminal, else lines; both on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, of, what: print(f"[{done}/{of}] {what}", file=sys.stderr, flush=True)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    text = TextColumn("{task.description}", markup=False)
+    with Progress(*columns, text, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+def print_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table without lines on stdout; None stands as "-"."""
+    from rich.console import Console
+    from rich.table import Table
+
+    titles = list(titles)
+    table = Table(*titles, box=None, show_header=any(titles))
+    for row in rows:
+        table.add_row(*("-" if value is None else str(value) for value in row))
+    console = Console(
+        width=None if sys.stdout.isatty() else PLAIN_WIDTH, markup=False, highlight=False
+    )
+    console.print(table)
+
+
+def print_json(facts: object) -> None:
+    """Facts as JSON on stdout."""
+    print(json.dumps(facts, indent=2))

@@ -1,0 +1,240 @@
+"""``tune``: decisions, records, interrupts; and true searches in the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from planted_lab import FakeSteps, PlantedLab
+from test_search import BEST, GOOD, H200, LADDER, PROBLEM, times
+from virtual_gpu import VirtualGpu
+
+import rmsnorm_raw as rr
+from rmsnorm_raw import ladder, store, tuner
+from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.stats import Outcome
+from rmsnorm_raw.worker import Worker
+
+GPU = VirtualGpu()
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuner, "environment_digest", lambda: "an environment")
+    store.forget()
+
+
+def tuned(steps: FakeSteps, problem: Problem = PROBLEM, **options) -> tuner.Decision:  # type: ignore[no-untyped-def]
+    return rr.tune(problem, backend=GPU, steps=steps, **options)
+
+
+def faster() -> FakeSteps:
+    return FakeSteps(times(**{GOOD.slug: 90.0}))
+
+
+# ---- decisions -----------------------------------------------------------------------------------
+
+
+def test_a_decision_says_what_why_and_what_to_paste() -> None:
+    decision = tuned(faster())
+    assert (decision.config, decision.ladder, decision.tuned) == (GOOD, LADDER, True)
+    assert decision.origin == "searched"
+    assert decision.comparisons["cold"].verdict is Outcome.FASTER
+    assert set(decision.comparisons) == {"cold", "steady"}
+    line = f'rr.rmsnorm_fwd(x, w, config="{GOOD.slug}")'
+    assert decision.line == line
+    short, table = repr(decision), str(decision)
+    assert "\n" not in short
+    assert "FASTER 1.111x" in short
+    assert line in short
+    assert table.splitlines()[-1] == line
+    for said in (str(PROBLEM), "H200", LADDER.slug, "candidate first", "16383", "correct"):
+        assert said in table
+
+
+@pytest.mark.parametrize(
+    ("problem", "line"),
+    [
+        (Problem.backward(8192, 8192, "bf16"), "rr.rmsnorm_bwd(dout, x, w, rstd, config="),
+        (
+            Problem.backward(8192, 8192, "bf16", weight_dtype=None),
+            "rr.rmsnorm_bwd(dout, x, rstd=rstd, config=",
+        ),
+        (
+            Problem.backward(8192, 8192, "bf16", has_rstd=False, need_dx=False, eps=1e-5),
+            "rr.rmsnorm_bwd(dout, x, w, need_dx=False, eps=1e-05, config=",
+        ),
+        (
+            Problem.forward(8192, 8192, "bf16", weight_dtype=None, store_rstd=False),
+            "rr.rmsnorm_fwd(x, store_rstd=False, config=",
+        ),
+    ],
+)  # fmt: skip
+def test_the_line_calls_what_was_tuned(problem: Problem, line: str) -> None:
+    assert tuned(FakeSteps(times()), problem).line.startswith(line)
+
+
+def test_the_pasted_line_runs(cpu64: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.backward(3, 64, "fp32", eps=1e-5)
+    decision = rr.tune(problem, "none", backend=cpu64)
+    x, dout = (rr.array.randn((3, 64), seed=n, backend="cpu") for n in (0, 1))
+    w, rstd = rr.array.randn(64, seed=2, backend="cpu"), rr.array.randn(3, seed=3, backend="cpu")
+    names = {"rr": rr, "x": x, "dout": dout, "w": w, "rstd": rstd}
+    assert eval(decision.line, names).dx.shape == (3, 64)
+
+
+def test_where_the_ladder_stays_the_decision_says_so() -> None:
+    decision = tuned(FakeSteps(times()))
+    assert not decision.tuned
+    assert decision.config == LADDER
+    assert "the ladder's" in repr(decision)
+    assert "none of" in str(decision)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="'thorough' is not one of none, quick, full"):
+        tuned(faster(), effort="thorough")
+    for nothing in (
+        Problem.forward(0, 64, "fp32"),
+        Problem.backward(8, 64, "fp32", need_dx=False, need_dweight=False),
+    ):
+        with pytest.raises(InvalidInput, match="launches nothing"):
+            tuned(faster(), nothing)
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("us", [90.0, 130.0])
+def test_a_second_search_finds_the_record_and_launches_nothing(us: float) -> None:
+    first = tuned(FakeSteps(times(**{GOOD.slug: us})))
+    store.forget()
+    steps = faster()
+    second = tuned(steps)
+    assert (steps.log, steps.starts) == ([], 0)
+    assert second.origin == "record"
+    assert (second.config, second.why, second.counts) == (first.config, first.why, first.counts)
+    assert second.comparisons == first.comparisons
+    assert second.line == first.line
+
+
+def test_what_was_tuned_is_what_a_call_resolves_to() -> None:
+    tuned(faster())
+    assert store.resolve(PROBLEM, GPU) == (GOOD, "tuned")
+    assert store.resolve(replace(PROBLEM, rows=16000), GPU) == (GOOD, "tuned")
+    assert store.resolve(replace(PROBLEM, rows=8191), GPU)[1] == "ladder"
+
+
+def test_where_the_ladder_stays_each_of_the_buckets_rows_has_its_own_choice() -> None:
+    problem = Problem.forward(700, 4096, "bfloat16")
+    tuned(FakeSteps(times()), problem)
+    for rows in (512, 700, 1023):
+        here = replace(problem, rows=rows)
+        assert store.resolve(here, GPU) == (ladder.default_config(here, H200), "ladder")
+
+
+def test_a_more_thorough_search_is_made_and_a_lesser_one_is_not() -> None:
+    tuned(FakeSteps(times()))
+    steps = faster()
+    assert tuned(steps, effort="full").config == GOOD
+    assert steps.log
+    again = FakeSteps(times())
+    decision = tuned(again)
+    assert (again.log, decision.config, decision.effort) == ([], GOOD, "full")
+
+
+def test_a_search_can_be_made_anew() -> None:
+    tuned(FakeSteps(times()))
+    assert tuned(faster(), resume=False).config == GOOD
+
+
+def test_a_search_that_timed_nothing_leaves_no_record() -> None:
+    assert "none of 0" in tuned(replace(faster(), now=float("inf"))).why
+    assert store.lookup(store.key(PROBLEM, GPU)) is None
+
+
+def test_no_effort_gives_what_is_known_and_asks_nothing() -> None:
+    steps = FakeSteps(times())
+    assert tuned(steps, effort="none").origin == "ladder"
+    tuned(faster())
+    decision = tuned(steps, effort="none")
+    assert (decision.config, decision.origin) == (GOOD, "tuned")
+    assert steps.log == []
+
+
+# ---- Ctrl-C --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "interrupt", [("compile", 1), ("gate", 2), ("time cold", 2), ("time steady", 3)]
+)
+def test_an_interrupt_keeps_what_is_known(interrupt: tuple[str, int]) -> None:
+    steps = replace(faster(), interrupt=interrupt)
+    decision = tuned(steps)
+    assert decision.interrupted
+    assert decision.config == LADDER
+    assert "interrupted" in decision.why
+    assert bool(decision.standings) == (interrupt not in [("compile", 1)])
+    assert bool(decision.finals) == (interrupt[0] == "time steady")
+    assert store.lookup(store.key(PROBLEM, GPU)) is None
+    assert tuned(faster()).config == GOOD  # and the next search is made
+
+
+def test_a_lost_finalist_is_in_the_table() -> None:
+    decision = tuned(FakeSteps(times(**{BEST.slug: 100.0}), first_place=1.05))
+    assert "the order decides" in str(decision)
+    assert decision.finals
+    assert decision.samples["cold"].keys() == {"ladder"}
+
+
+# ---- in the simulator ----------------------------------------------------------------------------
+
+SMALL = Problem.forward(9, 256, "bfloat16")
+
+
+def test_a_search_in_the_simulator_gates_and_decides_nothing(cpu32: Backend) -> None:
+    decision = rr.tune(SMALL, backend=cpu32, budget_s=2000.0)
+    assert decision.simulated
+    assert not decision.tuned
+    assert "simulated" in decision.why
+    assert decision.counts["correct"] > 5
+    assert not any(decision.counts.get(kind) for kind in ("compile", "runtime", "correctness"))
+    table = str(decision)
+    assert "simulated cold" in table
+    assert "FASTER" not in table
+    assert "SLOWER" not in table
+    assert not store.folder().exists()
+
+
+def test_a_true_search_goes_on_past_planted_faults(cpu32: Backend) -> None:
+    """Real kernels, a real child: what crashes, hangs or is wrong is counted and not timed."""
+    base = ladder.default_config(SMALL, cpu32.device)
+    near = first_round(cpu32)
+    fates = dict(zip([c.slug for c in near], ("crash", "wrong", "text", "hang"), strict=False))
+    assert len(fates) == 4
+    with Worker(partial(PlantedLab, fates), limit_s=40.0) as worker:
+        decision = rr.tune(SMALL, backend=cpu32, budget_s=2000.0, steps=worker)
+    counts = {kind: decision.counts[kind] for kind in ("runtime", "correctness", "compile")}
+    assert counts == {"runtime": 1, "correctness": 1, "compile": 1}
+    assert decision.counts["timeout"] == 1
+    assert decision.config == base
+    timed = {config.slug for config, _ in decision.standings}
+    assert timed
+    assert not timed & fates.keys()
+
+
+def first_round(backend: Backend) -> list[Config]:
+    """Candidates of the first round that no other's machine code comes before."""
+    steps = FakeSteps(lambda problem, config, regime: 100.0)
+    rr.tune(SMALL, backend=backend, steps=steps)
+    own: dict[tuple[int, ...], Config] = {}
+    for config in map(Config.parse, steps.asked("compile")[0]):
+        if config.path == "registers":
+            own.setdefault((config.block, config.threads_per_row, config.vec), config)
+    return list(own.values())[1:]  # the first is the ladder's
