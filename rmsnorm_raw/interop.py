@@ -301,7 +301,6 @@ class _Torch(Library):
                 f"a {array.layout} tensor on {array.device} cannot be read: pass a dense one on a "
                 "CPU or GPU (.to_dense(), .to(...))"
             )
-        gpu: Gpu = "rocm" if torch.version.hip else "cuda"
         tensor = array.resolve_neg()  # a negated view's memory holds the opposite sign
         if array.requires_grad:
             tensor = tensor.detach()
@@ -311,7 +310,7 @@ class _Torch(Library):
             strides=tensor.stride(),
             dtype=str(tensor.dtype).removeprefix("torch."),
             element_bytes=tensor.element_size(),
-            device=_gpu(gpu, tensor.get_device()) if tensor.is_cuda else CPU,
+            device=torch_device(tensor.device),
             writable=tensor is array,  # else: under autograd, or negated on the way
             library=self,
             owner=tensor,
@@ -334,6 +333,13 @@ class _Torch(Library):
         external = cuda.ExternalStream(stream, device=f"cuda:{device.index}")
         context: AbstractContextManager[Any] = cuda.stream(external)
         return context
+
+
+def torch_device(device: Any) -> Device:
+    """The device that torch means; its "cuda" is ROCm's name too."""
+    if device.type == "cpu":
+        return CPU
+    return _gpu("rocm" if sys.modules["torch"].version.hip else "cuda", device.index)
 
 
 NUMPY, CUPY, TORCH = _NumPy("numpy"), _Cupy("cupy"), _Torch("torch")

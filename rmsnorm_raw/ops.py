@@ -106,7 +106,7 @@ def rmsnorm_fwd(
         y = target or call.new(call.x.shape, call.x.dtype)
         rstd = call.new(call.x.shape[:-1], "float32") if store_rstd else None
         if call.is_empty:
-            _fill(rstd, _rstd_of_nothing(problem.eps))
+            _fill(rstd, rstd_of_nothing(problem.eps))
         else:
             call.run(problem, chosen, {"x": call.x, "weight": w, "y": y, "rstd": rstd})
         if target is None:
@@ -265,11 +265,11 @@ class _Call:
         used = {name: seen for name, seen in tensors.items() if seen is not None}
         placed = {name: self._placed(name, seen) for name, seen in used.items()}
         places = {name: place for name, (place, _) in placed.items()}
-        alignment_bytes = _alignment_bytes(problem, places)
+        alignment_bytes = alignment_bytes_of(problem, places)
         if isinstance(chosen, Ready):
             use = _serving(chosen, problem, alignment_bytes, self.x.device)
         else:
-            use = _prepare(problem, alignment_bytes, chosen, self.x.device)
+            use = prepare(problem, alignment_bytes, chosen, self.x.device)
         scratch = {name: self.new((-(-size // 4),), "float32") for name, size in use.scratch}
         places |= {name: Tensor(seen.address) for name, seen in scratch.items()}
         if "counter" in scratch:
@@ -332,13 +332,13 @@ def _fill(made: View | None, value: float) -> None:
         made.owner[...] = value
 
 
-def _rstd_of_nothing(eps: float) -> float:
+def rstd_of_nothing(eps: float) -> float:
     """eps^-½ in fp32, the limit of rstd for rows of no elements (mean 0); infinite for eps = 0."""
     rounded = float(np.float32(eps))
     return 1 / math.sqrt(rounded) if rounded > 0 else math.inf
 
 
-def _alignment_bytes(problem: Problem, places: Mapping[str, Tensor]) -> int:
+def alignment_bytes_of(problem: Problem, places: Mapping[str, Tensor]) -> int:
     """Bytes of x that a lane may move at once, by all addresses and row strides.
 
     The weight's element may have another size: the elements that v bytes of x hold are moved in
@@ -374,7 +374,7 @@ def _serving(ready: Ready, problem: Problem, alignment_bytes: int, where: Device
 
 
 @functools.lru_cache(maxsize=KEPT)
-def _prepare(problem: Problem, alignment_bytes: int, chosen: Config | None, where: Device) -> Ready:
+def prepare(problem: Problem, alignment_bytes: int, chosen: Config | None, where: Device) -> Ready:
     """What a call needs that does not depend on addresses, found once for each problem."""
     device = _backend(where).device
     problem = replace(problem, alignment=alignment_bytes)

@@ -320,7 +320,7 @@ def test_alignment_takes_each_arrays_own_element_into_account(
 ) -> None:
     problem = Problem.forward(4, 64, dtype, weight_dtype=weight_dtype)
     tensors = {"x": x, "y": Tensor(64, 64)} | ({} if weight is None else {"weight": weight})
-    assert ops._alignment_bytes(problem, tensors) == expected
+    assert ops.alignment_bytes_of(problem, tensors) == expected
 
 
 # ---- what is asked for ---------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_blocks_that_share_a_row_have_their_words(
     assert given.y is out
     assert in_place.y is a
     problem = Problem.forward(rows, cols, "bf16", weight_dtype="fp32")
-    ready = ops._prepare(problem, 16, Config.parse(config), interop.view(x).device)
+    ready = ops.prepare(problem, 16, Config.parse(config), interop.view(x).device)
     assert ready.scratch == (("workspace", 8 * (rows * blocks + 1)),)
 
 
@@ -641,7 +641,7 @@ def test_without_a_backend_the_message_passes_through(monkeypatch: pytest.Monkey
     def unavailable(name: str) -> None:
         raise BackendUnavailable("install a compiler")
 
-    ops._prepare.cache_clear()
+    ops.prepare.cache_clear()
     monkeypatch.setattr(ops, "get_backend", unavailable)
     with pytest.raises(BackendUnavailable, match="install a compiler"):
         rmsnorm_fwd(X, W)

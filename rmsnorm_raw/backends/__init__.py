@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
 from rmsnorm_raw.source import Source
@@ -66,6 +67,9 @@ class Backend(Protocol):
         stream: int,
     ) -> None:
         """Enqueue one launch; ``args`` are NumPy scalars, pointers as uint64."""
+
+    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+        """A launch for many calls, by any threads, in each of which this device is current."""
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
         """(address, owner) of fresh uninitialised device memory; it lives as long as the owner."""

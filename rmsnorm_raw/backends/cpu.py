@@ -20,6 +20,7 @@ import numpy as np
 
 from rmsnorm_raw.backends import Backend, Code, Resources
 from rmsnorm_raw.backends.host_compiler import Parameter, build, compilers, translation_unit
+from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import SIMULATED
 from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, LaunchError, SimulatorError
@@ -241,6 +242,13 @@ class CpuBackend:
                     f"(kernel {function.entry_point}, block {request.fault_block})"
                 )
             self._check_guards(function.entry_point)
+
+    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+        """See :class:`rmsnorm_raw.backends.Backend`."""
+        function, grid, block, _, lds_bytes, _ = opened
+        return lambda stream, addresses: self.launch(
+            function, grid, block, opened.filled(addresses), lds_bytes, stream
+        )
 
     def _require_geometry(self, entry_point: str, grid: int, block: int, lds_bytes: int) -> None:
         wave, most_lds = self.device.wave, self.device.lds_bytes

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rmsnorm_raw.backends import Code, Resources
+from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN, DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source
@@ -295,12 +296,38 @@ class CupyBackend:
             with guard:
                 function((grid,), (block,), args, shared_mem=lds_bytes, stream=RawStream(stream))
         except self._cupy.cuda.driver.CUDADriverError as error:
-            self._clear_last_error()
-            raise LaunchError(
-                f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
-                f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new "
-                "process helps"
-            ) from error
+            raise self._refused(grid, block, lds_bytes, error) from error
+
+    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+        """See :class:`rmsnorm_raw.backends.Backend`; calls go to the driver, past CuPy's launch."""
+        function, grid, block, args, lds_bytes, pointers = opened
+        driver, handle = self._cupy.cuda.driver, function.ptr
+        enqueue, driver_error = driver.launchKernel, driver.CUDADriverError
+        own = Arguments(args, self._enter)
+
+        def run(stream: int, addresses: Sequence[int]) -> None:
+            words = own.words
+            for index, which, offset in pointers:
+                words[index] = addresses[which] + offset
+            try:
+                enqueue(handle, grid, 1, 1, block, 1, 1, lds_bytes, stream, own.table, 0)
+            except driver_error as error:
+                raise self._refused(grid, block, lds_bytes, error) from error
+
+        return run
+
+    def _enter(self) -> None:
+        # a new thread gets the device's context from its first call of the runtime, not the driver
+        with self._current():
+            self._runtime.memGetInfo()
+
+    def _refused(self, grid: int, block: int, lds_bytes: int, error: Exception) -> LaunchError:
+        self._clear_last_error()
+        return LaunchError(
+            f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
+            f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new "
+            "process helps"
+        )
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
         """(address, owner) of memory from CuPy's pool, ordered on CuPy's current stream."""
