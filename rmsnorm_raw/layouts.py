@@ -89,11 +89,8 @@ def backward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, dtype, device, strides = x
-    _require("dout", dout, (shape, dtype, device))
-    _require("rstd", rstd, (shape[:-1], rstd[1], device))
-    if _dtype(rstd) != "float32":
-        raise InvalidInput(f"rstd is {rstd[1]} and must be float32, as the forward gives it")
+    shape, _, device, strides = x
+    require_like(x, dout, rstd)
     found, of_dout = collapse(shape, strides), collapse(shape, dout[3])
     if found is None or of_dout is None:
         return None
@@ -135,10 +132,20 @@ def require_fit(x: Kind, weight: Kind | None) -> None:
         raise InvalidInput(f"weight is on {weight[2]} and x on {device}: move one of them")
 
 
-def _require(name: str, given: Kind, wanted: Kind) -> None:
-    if given[:3] != wanted:
-        had, want = (f"{kind[1]} {tuple(kind[0])} on {kind[2]}" for kind in (given, wanted))
-        raise InvalidInput(f"{name} is {had} and must be {want}")
+def require_like(x: Kind, dout: Kind, rstd: Kind) -> None:
+    """Raise InvalidInput unless dout is like x, and rstd what the forward makes of x."""
+    shape, dtype, device, *_ = x
+    if dout[:3] != (shape, dtype, device):
+        raise InvalidInput(f"dout is {_text(dout)} and must be like x, {_text(x)}")
+    wide = "float64" if _dtype(x) == "float64" else "float32"
+    if (rstd[0], _dtype(rstd), rstd[2]) != (shape[:-1], wide, device):
+        raise InvalidInput(
+            f"rstd is {_text(rstd)} and must be {wide} {tuple(shape[:-1])}, as the forward gives it"
+        )
+
+
+def _text(kind: Kind) -> str:
+    return f"{_dtype(kind)} {tuple(kind[0])} on {kind[2]}"
 
 
 def _dtype(kind: Kind | None) -> str | None:

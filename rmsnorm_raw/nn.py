@@ -167,6 +167,7 @@ def _backward(
 ) -> tuple[Any, Any]:
     """(dx, dweight), None where not needed."""
     if x.is_cpu and not _simulates():
+        layouts.require_like(_kind(x), _kind(dout), _kind(rstd))
         return _formula_backward(dout, x, weight, rstd, need_dx, need_dweight)
     (weight, weight_address), (rstd, rstd_address) = _dense(weight), _dense(rstd)
     address, dout_address = x.data_ptr(), dout.data_ptr()
@@ -259,7 +260,7 @@ def _formula_forward(x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     y = _wide(x) * rstd.unsqueeze(-1)
     if weight is not None:
         y = y * _wide(weight)
-    return y.to(x.dtype), rstd
+    return y.to(x.dtype).contiguous(), rstd.contiguous()
 
 
 def _formula_backward(
@@ -272,7 +273,7 @@ def _formula_backward(
     if need_dx:
         g = dout if weight is None else dout * _wide(weight)
         mean = (g * normalised).mean(-1, keepdim=True)
-        dx = (rstd * (g - normalised * mean)).to(x.dtype)
+        dx = (rstd * (g - normalised * mean)).to(x.dtype).contiguous()
     if need_dweight:
         dweight = (dout * normalised).flatten(0, -2).sum(0) if x.dim() > 1 else dout * normalised
         dweight = dweight.to(weight.dtype)
