@@ -85,7 +85,7 @@ def test_the_same_bits_as_the_array_operations(shape: tuple[int, int]) -> None:
         assert cases.same(nn.rms_norm(x, weight), y)
 
 
-@pytest.mark.parametrize("slug", ["b256-t128-v16-reg-p2-fl", "b256-v16-pp-p1", "b128-v16-2p-p2"])
+@pytest.mark.parametrize("slug", ["b256-t128-v16-reg-p2-fl", "b128-t128-v16-pp-p1", "b128-v16-2p-p2"])
 def test_scratch_memory_may_hold_anything(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other configs than the ladder's, one with a counter that must be 0 among them."""
     prepare = ops.prepare
@@ -354,7 +354,7 @@ def test_memory_of_a_step(gpu: Backend, shape: tuple[int, int], dtype: torch.dty
 
 
 def test_calls_with_changing_shapes_leave_no_memory_behind() -> None:
-    """From call 1,000 to call 10,000, forward and backward, three times the shapes that are kept."""
+    """From call 1,000 to 10,000, forward and backward; three times the shapes that are kept."""
     weight = torch.ones(512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     rows = list(range(1, 3 * layouts.KEPT))
     random.Random(0).shuffle(rows)
