@@ -337,9 +337,8 @@ class _Torch(Library):
 
 def torch_device(device: Any) -> Device:
     """The device that torch means; its "cuda" is ROCm's name too."""
-    if device.type == "cpu":
-        return CPU
-    return _gpu("rocm" if sys.modules["torch"].version.hip else "cuda", device.index)
+    gpu: Gpu = "rocm" if sys.modules["torch"].version.hip else "cuda"
+    return CPU if device.type == "cpu" else _gpu(gpu, device.index)
 
 
 NUMPY, CUPY, TORCH = _NumPy("numpy"), _Cupy("cupy"), _Torch("torch")
@@ -374,9 +373,8 @@ def _through_dlpack(array: Any, stream: int | None) -> View:
         if kind in DLPACK_CPU:  # NumPy's DLPack knows no bfloat16; these two do, and alias
             put = functools.partial(jax.device_put, device=min(array.devices()), may_alias=True)
             return _NumPy(name, put).view(np.asarray(array))
-    give = _same
-    if hasattr(array, "__array_namespace__"):
-        give = array.__array_namespace__().from_dlpack
+    has_namespace = hasattr(array, "__array_namespace__")
+    give = array.__array_namespace__().from_dlpack if has_namespace else lambda made: made
     if kind in DLPACK_CPU:
         try:
             return _NumPy(name, give).view(np.from_dlpack(array))
@@ -394,10 +392,6 @@ def _through_dlpack(array: Any, stream: int | None) -> View:
     # CuPy lets the stream wait for the array's producer
     with library.on(device, library.current_stream(device) if stream is None else stream):
         return library.view(_cupy().from_dlpack(array))
-
-
-def _same(array: Any) -> Any:
-    return array
 
 
 def _cupy() -> Any:

@@ -19,7 +19,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from rmsnorm_raw.backends import Backend, Code, Resources
-from rmsnorm_raw.backends.host_compiler import Parameter, build, compilers, translation_unit
+from rmsnorm_raw.backends.host_compiler import (
+    Parameter,
+    Request,
+    build,
+    compilers,
+    translation_unit,
+)
 from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import SIMULATED
 from rmsnorm_raw.environment import fork_safe_lock
@@ -61,29 +67,6 @@ def make_backend(name: str, wave: int) -> Backend:
         BackendUnavailable: there is no C++ compiler.
     """
     return CpuBackend(wave)
-
-
-class _Request(ctypes.Structure):
-    """``rr_sim::Launch`` of simulator.h, field by field."""
-
-    _fields_ = (
-        ("stacks", ctypes.c_void_p),
-        ("stack_bytes", ctypes.c_uint64),
-        ("lds", ctypes.c_void_p),
-        ("guard", ctypes.c_char_p),
-        ("threads", ctypes.c_void_p),
-        ("args", ctypes.c_char_p),
-        ("guard_bytes", ctypes.c_uint32),
-        ("lds_bytes", ctypes.c_uint32),
-        ("grid", ctypes.c_uint32),
-        ("block", ctypes.c_uint32),
-        ("lds_stride", ctypes.c_uint32),
-        ("scattered", ctypes.c_uint32),
-        ("land_late", ctypes.c_uint32),
-        ("fault_line", ctypes.c_uint32),
-        ("fault_block", ctypes.c_uint32),
-        ("fault", ctypes.c_char * 256),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +201,7 @@ class CpuBackend:
                 f"{function.entry_point}: {function.slots} resident blocks of {lds_bytes} bytes of "
                 f"LDS: {function.slots * lds_stride} with their guards, of {_MACHINE.lds_bytes}"
             )
-        request = _Request(
+        request = Request(
             stack_bytes=STACK_BYTES,
             lds=_MACHINE.lds,
             guard=GUARD,
@@ -403,6 +386,6 @@ def _packed(function: _Function, args: Sequence[np.generic]) -> bytes:
 
 def _load(library: ctypes.CDLL, entry_point: str, file: str) -> _Function:
     run = library[f"rr_sim_run_{entry_point}"]
-    run.argtypes, run.restype = (ctypes.POINTER(_Request),), None
+    run.argtypes, run.restype = (ctypes.POINTER(Request),), None
     parameters = Parameter.all_of(library, entry_point)
     return _Function(entry_point, file, parameters, library.rr_sim_slots(), run)

@@ -291,7 +291,8 @@ class CupyBackend:
         Raises:
             LaunchError: the driver refused it, or an earlier kernel failed.
         """
-        guard = contextlib.nullcontext() if self._is_current() else self._current()
+        current = self._runtime.getDevice() == self.index
+        guard = contextlib.nullcontext() if current else self._current()
         try:
             with guard:
                 function((grid,), (block,), args, shared_mem=lds_bytes, stream=RawStream(stream))
@@ -302,7 +303,7 @@ class CupyBackend:
         """See :class:`rmsnorm_raw.backends.Backend`; calls go to the driver, past CuPy's launch."""
         function, grid, block, args, lds_bytes, pointers = opened
         driver, handle = self._cupy.cuda.driver, function.ptr
-        enqueue, driver_error = driver.launchKernel, driver.CUDADriverError
+        enqueue = driver.launchKernel
         own = Arguments(args, self._enter)
 
         def run(stream: int, addresses: Sequence[int]) -> None:
@@ -311,22 +312,21 @@ class CupyBackend:
                 words[index] = addresses[which] + offset
             try:
                 enqueue(handle, grid, 1, 1, block, 1, 1, lds_bytes, stream, own.table, 0)
-            except driver_error as error:
+            except driver.CUDADriverError as error:
                 raise self._refused(grid, block, lds_bytes, error) from error
 
         return run
 
     def _enter(self) -> None:
-        # a new thread gets the device's context from its first call of the runtime, not the driver
-        with self._current():
+        with self._current():  # a new thread has no context before its first call of the runtime
             self._runtime.memGetInfo()
 
     def _refused(self, grid: int, block: int, lds_bytes: int, error: Exception) -> LaunchError:
         self._clear_last_error()
         return LaunchError(
             f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
-            f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new "
-            "process helps"
+            f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new process "
+            "helps"
         )
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
@@ -381,9 +381,6 @@ class CupyBackend:
     def _copy(self, target: int, origin: int, size_bytes: int, kind: int, stream: int) -> None:
         with self._current():
             self._runtime.memcpyAsync(target, origin, size_bytes, kind, stream)
-
-    def _is_current(self) -> bool:
-        return bool(self._runtime.getDevice() == self.index)
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """From a source to a shared object of the simulator: the C++ compilers here, and their cache.
 
-Also what an object says of its kernels: the parameters that each takes.
+Also what an object says of its kernels, the parameters that each takes, and how a launch of one is
+asked for.
 """
 
 from __future__ import annotations
@@ -180,3 +181,26 @@ def _cpu_flags() -> tuple[str, ...]:
     if platform.machine() != "x86_64" or platform.system() != "Linux":
         return ()
     return ("-mfma",) if " fma " in Path("/proc/cpuinfo").read_text(encoding="utf-8") else ()
+
+
+class Request(ctypes.Structure):
+    """What an object is asked to run: ``rr_sim::Launch`` of simulator.h, field by field."""
+
+    _fields_ = (
+        ("stacks", ctypes.c_void_p),
+        ("stack_bytes", ctypes.c_uint64),
+        ("lds", ctypes.c_void_p),
+        ("guard", ctypes.c_char_p),
+        ("threads", ctypes.c_void_p),
+        ("args", ctypes.c_char_p),
+        ("guard_bytes", ctypes.c_uint32),
+        ("lds_bytes", ctypes.c_uint32),
+        ("grid", ctypes.c_uint32),
+        ("block", ctypes.c_uint32),
+        ("lds_stride", ctypes.c_uint32),
+        ("scattered", ctypes.c_uint32),
+        ("land_late", ctypes.c_uint32),
+        ("fault_line", ctypes.c_uint32),
+        ("fault_block", ctypes.c_uint32),
+        ("fault", ctypes.c_char * 256),
+    )

@@ -85,7 +85,9 @@ def test_the_same_bits_as_the_array_operations(shape: tuple[int, int]) -> None:
         assert cases.same(nn.rms_norm(x, weight), y)
 
 
-@pytest.mark.parametrize("slug", ["b256-t128-v16-reg-p2-fl", "b128-t128-v16-pp-p1", "b128-v16-2p-p2"])
+@pytest.mark.parametrize(
+    "slug", ["b256-t128-v16-reg-p2-fl", "b128-t128-v16-pp-p1", "b128-v16-2p-p2"]
+)
 def test_scratch_memory_may_hold_anything(slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of other configs than the ladder's, one with a counter that must be 0 among them."""
     prepare = ops.prepare
