@@ -292,9 +292,8 @@ class CupyBackend:
             LaunchError: the driver refused it, or an earlier kernel failed.
         """
         current = self._runtime.getDevice() == self.index
-        guard = contextlib.nullcontext() if current else self._current()
         try:
-            with guard:
+            with contextlib.nullcontext() if current else self._current():
                 function((grid,), (block,), args, shared_mem=lds_bytes, stream=RawStream(stream))
         except self._cupy.cuda.driver.CUDADriverError as error:
             raise self._refused(grid, block, lds_bytes, error) from error
@@ -325,8 +324,8 @@ class CupyBackend:
         self._clear_last_error()
         return LaunchError(
             f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
-            f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new process "
-            "helps"
+            f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new "
+            "process helps"
         )
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
