@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import subprocess
@@ -18,7 +19,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch_cases as cases  # noqa: E402
 from torch.nn import functional  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import (  # noqa: E402
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from rmsnorm_raw import layouts, nn, ops  # noqa: E402
 from rmsnorm_raw.errors import InvalidInput  # noqa: E402
@@ -140,7 +145,8 @@ def test_without_a_weight(backend: str) -> None:
 
 
 def test_a_gradient_that_is_one_number_repeated(backend: str) -> None:
-    x, weight, _ = tensors()
+    _, weight, _ = tensors()
+    x = cases.maker(torch.bfloat16, "cpu")(2, 5, COLS).requires_grad_()
     dx, dweight = torch.autograd.grad(nn.rms_norm(x, weight, cases.EPS).sum(), (x, weight))
     cases.check_backward(dx, dweight, torch.ones_like(x), x, weight)
 
@@ -413,6 +419,28 @@ def test_activation_checkpointing(backend: str, reentrant: bool) -> None:
         results.append((y, x.grad, weight.grad))
         x.grad = weight.grad = None
     assert all(map(cases.same, *results))
+
+
+def test_selective_checkpointing_can_keep_y(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy sees the operator: where it saves that, no forward runs twice."""
+    x, weight, dout = tensors()
+    calls: list[int] = []
+    forward = nn._forward
+    monkeypatch.setattr(nn, "_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+
+    def policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
+        saves = operator is FORWARD.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block(x: Any) -> Any:
+        return nn.rms_norm(nn.rms_norm(x, weight).sin(), weight)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    got = torch.autograd.grad(y, (x, weight), dout)
+    assert len(calls) == 2
+    want = torch.autograd.grad(block(x), (x, weight), dout)
+    assert all(map(cases.same, got, want))
 
 
 @pytest.mark.parametrize("way", ["eager", "operator"])

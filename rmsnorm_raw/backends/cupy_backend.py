@@ -317,8 +317,8 @@ class CupyBackend:
         return run
 
     def _enter(self) -> None:
-        with self._current():  # a new thread has no context before its first call of the runtime
-            self._runtime.memGetInfo()
+        with self._current():  # a new thread has no context of a device before it sets it
+            self._runtime.setDevice(self.index)
 
     def _refused(self, grid: int, block: int, lds_bytes: int, error: Exception) -> LaunchError:
         self._clear_last_error()
