@@ -66,6 +66,10 @@ def variants(base: Config, problem: Problem) -> Iterator[tuple[str, Config]]:
         if block >= base.threads_per_row and block != base.block:
             yield f"blocks of {block}", replace(base, block=block)
     if not forward:
+        early = base.finish == "early"
+        yield ("late finish", replace(base, finish="kernel")) if early else (
+            "early finish", replace(base, finish="early")
+        )  # fmt: skip
         for programs in PROGRAMS:
             if programs != base.programs:
                 yield f"{programs} programs", replace(base, programs=programs)

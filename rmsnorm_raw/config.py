@@ -17,10 +17,11 @@ from rmsnorm_raw.errors import InvalidConfig
 
 Path = Literal["registers", "pingpong", "lds", "two_pass"]
 Policy = Literal["default", "keep", "stream"]
-Finish = Literal["kernel", "last_block"]
+Finish = Literal["kernel", "early", "last_block"]
 
 PATH_SLUG = {"registers": "reg", "pingpong": "pp", "two_pass": "2p"}
 POLICY_SLUG = {"keep": "k", "stream": "s"}
+FINISH_SLUG = {"kernel": "fk", "early": "fe", "last_block": "fl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class Config:
         min_blocks: ``-m``, CUDA's second launch bound; 0 for none. 1 is no bound, but NVRTC then
             spends registers on loads in flight.
         programs: ``-p``, blocks per compute unit of a persistent grid; 0 for one block a row group.
-        finish: of dW, ``-fk`` a second kernel or ``-fl`` the last block.
+        finish: of dW, ``-fk`` a second kernel, ``-fe`` the same, started while the first one ends
+            (sm_90), or ``-fl`` the last block.
 
     Raises:
         InvalidConfig: a knob has a value that no config has.
@@ -111,8 +113,8 @@ class Config:
         ):
             if value:
                 parts.append(f"{letter}{value}")
-        if self.finish == "last_block":
-            parts.append("fl")
+        if self.finish != "kernel":
+            parts.append(FINISH_SLUG[self.finish])
         return "-".join(parts)
 
     def __str__(self) -> str:
@@ -152,13 +154,13 @@ _CHOICES = {
 }  # fmt: skip
 _PATHS = {short: long for long, short in PATH_SLUG.items()}
 _POLICIES = {short: long for long, short in POLICY_SLUG.items()}
-_FINISHES = {"fk": "kernel", "fl": "last_block"}
+_FINISHES = {short: long for long, short in FINISH_SLUG.items()}
 _EXAMPLES = (
     *(f"b{n}" for n in (64, 128, 256, 512, 1024)),
     *(f"t{n}" for n in (8, 32, 64, 128, 256, 512, 2048)),
     "v2", "v4", "v8", "v16", *_PATHS, *(f"lds{n}" for n in range(2, 9)), "lds3b", "lds3r", "lds3br",
-    "lds3bp", "lk", "ls", "sk", "ss", "w1", "w2", "w4", "m1", "m2", "m4", "p1", "p2", "p4", "fk",
-    "fl",
+    "lds3bp", "lk", "ls", "sk", "ss", "w1", "w2", "w4", "m1", "m2", "m4", "p1", "p2", "p4",
+    *FINISH_SLUG.values(),
 )  # fmt: skip
 
 

@@ -18,15 +18,18 @@ from rmsnorm_raw.space import (
     PROGRAMS,
     ROW_BLOCKS,
     covering_lanes,
+    finishes_early,
     inert_reason,
     reject_reason,
     require_fit,
     row_vectors,
 )
 
-#: steps of a program from which pacing pays: it is worth nothing at 15 (4096x4096), 4 % at 62
-#: (8192x16384) and at 249 (32768x8192)
-PACED_STEPS = 48
+#: bytes of each tensor that a program has, from which pacing pays: it costs 1 % at half a MiB
+#: (4096x8192, 2048x16384) and is worth 2 % at one (8192x8192) and 4 % at four (32768x8192)
+PACED_BYTES = 768 << 10
+#: steps of a program below which two smaller ones overlap each other better than one
+ALONE_STEPS = 48
 #: rows up to so many blocks a compute unit are few: their latency counts and not what memory gives
 FEW_ROWS = 4
 
@@ -149,6 +152,8 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
         # the default for that reason, unmeasured (gfx950: 124 to 157 VGPRs).
         base = replace(base, path="pingpong")
+    if finishes_early(problem, device):  # 372.5 us at 32768x8192, 374.0 with a later launch
+        base = replace(base, finish="early")
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
         block = _block(row, most)
         for programs in (n for n in reversed(PROGRAMS) if n * block <= max(threads, block)):
@@ -159,7 +164,7 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         config = Config(
             block=row, vec=vec, path="lds", stages=stages, reread=True, programs=1,
             bulk=device.arch == "sm_90", load_policy=base.load_policy,
-            store_policy=base.store_policy,
+            store_policy=base.store_policy, finish=base.finish,
         )  # fmt: skip
         yield _ring_for(problem, device, config) if config.bulk else config
     # Rows too wide for that go in two passes.
@@ -183,9 +188,9 @@ def _bulk_shape(problem: Problem, device: DeviceSpec) -> tuple[int, int, int]:
     if vectors > 1024:
         return 1024, 512, per_lane
     # Two programs of 256 where there are few steps, but enough to overlap: 34.3 us at 4096x4096
-    # fp16, 36.5 as one. (384: or one of twice 192 lanes.)
+    # fp16, 36.5 as one; but 56.5 at 8192x4096, and 54.8. (384: or one of twice 192 lanes.)
     steps = problem.rows * vectors // (1024 * device.compute_units)
-    if 4 < steps < PACED_STEPS:
+    if 4 < steps < (ALONE_STEPS // 2 if vectors >= 512 else ALONE_STEPS):
         return 512, 384, per_lane
     # One of 512 where there are many, for pacing, or hardly any: 192.4 us at 32768x4096, 197.5 as
     # two of 256; 11.2 at 256x4096, 12.6.
@@ -194,10 +199,14 @@ def _bulk_shape(problem: Problem, device: DeviceSpec) -> tuple[int, int, int]:
 
 def _ring_for(problem: Problem, device: DeviceSpec, config: Config) -> Config:
     """A bulk ring of as many stages as programs have use for, paced where they go on for long."""
-    steps = -(-problem.rows // (config.rows_per_block * config.programs * device.compute_units))
+    units = config.programs * device.compute_units
+    steps = -(-problem.rows // (config.rows_per_block * units))
+    program_bytes = problem.rows * problem.cols * problem.element_bytes // units
     # Short rows in many programs overlap each other: two are enough, 20.4 us at 32768x256.
     stages = 2 if config.programs > 4 else max(2, min(config.stages, steps))
-    return replace(config, stages=stages, paced=config.programs == 1 and steps >= PACED_STEPS)
+    return replace(
+        config, stages=stages, paced=config.programs == 1 and program_bytes >= PACED_BYTES
+    )
 
 
 def _lane_counts(wanted: int) -> Iterator[int]:

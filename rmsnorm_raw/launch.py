@@ -49,6 +49,7 @@ class Launch:
         block: threads of a block.
         args: NumPy scalars in the kernel's order, pointers as uint64.
         lds_bytes: dynamic LDS (shared memory) of a block.
+        early: it may start while the launch before it ends, and waits for that in its own text.
     """
 
     entry_point: str
@@ -56,6 +57,7 @@ class Launch:
     block: int
     args: tuple[np.generic, ...] = field(repr=False)
     lds_bytes: int = 0
+    early: bool = False
 
 
 class Pointer(NamedTuple):
@@ -74,6 +76,7 @@ class Template:
     block: int
     args: tuple[np.generic | Pointer, ...]
     lds_bytes: int = 0
+    early: bool = False
 
     def fill(self, tensors: Mapping[str, Tensor]) -> Launch:
         """The launch on tensors at known addresses."""
@@ -83,7 +86,9 @@ class Template:
             else arg
             for arg in self.args
         )
-        return Launch(self.entry_point, self.grid, self.block, tuple(args), self.lds_bytes)
+        return Launch(
+            self.entry_point, self.grid, self.block, tuple(args), self.lds_bytes, self.early
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ def run(plan: Plan, stream: int = 0) -> None:
     for launch in plan.launches:
         backend.launch(
             functions[launch.entry_point], launch.grid, launch.block, launch.args,
-            launch.lds_bytes, stream,
+            launch.lds_bytes, stream, launch.early,
         )  # fmt: skip
 
 
@@ -193,7 +198,7 @@ def prepare(
         args = [_NULL if isinstance(arg, Pointer) else arg for arg in template.args]
         opened = OpenLaunch(
             functions[template.entry_point], template.grid, template.block, args,
-            template.lds_bytes, pointers,
+            template.lds_bytes, pointers, template.early,
         )  # fmt: skip
         prepared.append(backend.prepare(opened))
     return tuple(prepared)
@@ -272,10 +277,11 @@ def _backward(
             progress if config.paced else _NULL, rows, cols, np.float32(problem.eps),
         )  # fmt: skip
         yield Template("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
-    if problem.need_dweight and config.finish == "kernel":
+    if problem.need_dweight and config.finish != "last_block":
         args = (partial, np.uint32(partials), cols, dweight)
         grid = -(-problem.cols // finish_columns(problem))
-        yield Template("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"])
+        early = config.finish == "early"
+        yield Template("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
 
 
 def _shared_words(problem: Problem, config: Config, device: DeviceSpec) -> int:

@@ -120,6 +120,7 @@ def render(
             "RR_NEED_DX": int(problem.need_dx),
             "RR_NEED_DW": int(problem.need_dweight),
             "RR_LAST_BLOCK": int(last_block),
+            "RR_EARLY_FINISH": int(problem.need_dweight and config.finish == "early"),
             "RR_FINISH_BLOCK": FINISH_BLOCK,
             "RR_FINISH_COLUMNS": finish_columns(problem),
         }

@@ -25,7 +25,7 @@ configs = st.builds(
     waves_per_eu=st.sampled_from([0, 1, 2, 4]),
     min_blocks=st.integers(0, 8),
     programs=st.sampled_from([0, 1, 2, 3, 4, 8]),
-    finish=st.sampled_from(["kernel", "last_block"]),
+    finish=st.sampled_from(["kernel", "early", "last_block"]),
 )
 
 
@@ -90,7 +90,7 @@ def test_the_parser_never_fails_otherwise(text: str) -> None:
     [
         ({"path": "zz"}, "path='zz'.* is not one of registers, pingpong, lds, two_pass"),
         ({"load_policy": "nt"}, "load_policy='nt'.* is not one of default, keep, stream"),
-        ({"finish": None}, "finish=None.* is not one of kernel, last_block"),
+        ({"finish": None}, "finish=None.* is not one of kernel, early, last_block"),
         ({"block": "256"}, "block='256'.* whole number"),
         ({"programs": -1}, "programs=-1.* whole number"),
     ],

@@ -13,6 +13,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.backends.cpu import CpuBackend, Order
 from rmsnorm_raw.check import verify
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.errors import SimulatorError
 from rmsnorm_raw.module import Binary, build
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
@@ -154,6 +155,15 @@ def test_a_fault_of_the_finish_is_found(cpu64: Backend, name: str) -> None:
     verdict = verify(problem, config, built(problem, config, cpu64, old, new), seed=SEED)
     assert not verdict.passed
     assert re.search(shows, verdict.message)
+
+
+def test_an_early_finish_that_does_not_wait_for_the_rows_is_found(cpu32: Backend) -> None:
+    problem = Problem.backward(37, 772, "bf16", need_dx=False)
+    config = Config.parse("b64-t64-v8-reg-p1-fe")
+    assert verify(problem, config, built(problem, config, cpu32), seed=SEED).passed
+    call = "  wait_for_launch_before();\n"
+    with pytest.raises(SimulatorError, match="the launch before this one may still be running"):
+        verify(problem, config, built(problem, config, cpu32, call, ""), seed=SEED)
 
 
 def test_columns_of_the_next_block_stored_too_are_found_where_blocks_run_backwards() -> None:

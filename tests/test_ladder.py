@@ -9,7 +9,7 @@ import pytest
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN, SIMULATED, DeviceSpec
-from rmsnorm_raw.ladder import PACED_STEPS, default_config
+from rmsnorm_raw.ladder import PACED_BYTES, default_config
 from rmsnorm_raw.problem import DTYPE_BYTES, Problem
 from rmsnorm_raw.space import grid_programs, reject_reason
 
@@ -120,13 +120,15 @@ def test_other_cuda_devices_share_no_rows() -> None:
 @pytest.mark.parametrize(
     ("rows", "cols", "dtype", "slug"),
     [
-        (32768, 8192, "bf16", "b512-t512-v16-lds3bp-lk-ss-p1"),
-        (32768, 4096, "bf16", "b512-t256-v16-lds3bp-lk-ss-p1"),
-        (32768, 8192, "fp32", "b1024-t1024-v16-lds3bp-lk-ss-p1"),
-        (8192, 16384, "bf16", "b512-t512-v16-lds3brp-lk-ss-p1"),
-        (32768, 28672, "bf16", "b512-t512-v16-lds2brp-lk-ss-p1"),
-        (4096, 8192, "bf16", "b512-t512-v16-lds3b-lk-ss-p1"),  # 32 steps
-        (32768, 256, "bf16", "b128-t32-v16-lds2b-lk-ss-p8"),  # many programs
+        (32768, 8192, "bf16", "b512-t512-v16-lds3bp-lk-ss-p1-fe"),
+        (32768, 4096, "bf16", "b512-t256-v16-lds3bp-lk-ss-p1-fe"),
+        (32768, 8192, "fp32", "b1024-t1024-v16-lds3bp-lk-ss-p1-fe"),
+        (8192, 16384, "bf16", "b512-t512-v16-lds3brp-lk-ss-p1-fe"),
+        (32768, 28672, "bf16", "b512-t512-v16-lds2brp-lk-ss-p1-fe"),
+        (4096, 8192, "bf16", "b512-t512-v16-lds3b-lk-ss-p1-fe"),  # half a MiB a program
+        (2048, 28672, "bf16", "b512-t512-v16-lds2brp-lk-ss-p1-fe"),
+        (512, 4096, "bf16", "b512-t256-v16-lds2b-lk-ss-p1"),  # the finish is not early
+        (32768, 256, "bf16", "b128-t32-v16-lds2b-lk-ss-p8-fe"),  # many programs
         (100, 8192, "bf16", "b512-t512-v16-reg-p1"),  # no second row
     ],
 )
@@ -136,11 +138,12 @@ def test_long_backward_problems_are_paced_on_sm_90(
     assert default_config(Problem.backward(rows, cols, dtype), SM_90) == Config.parse(slug)
 
 
-def test_programs_are_paced_from_48_steps_on() -> None:
-    for cols, rows_per_step in ((4096, 2 * 132), (8192, 132), (16384, 132)):
-        for steps in (PACED_STEPS - 1, PACED_STEPS):
-            config = default_config(Problem.backward(steps * rows_per_step, cols, "bf16"), SM_90)
-            assert config.paced == (steps == PACED_STEPS), (cols, config)
+def test_programs_are_paced_from_768_kib_of_a_tensor_on() -> None:
+    for cols in (4096, 8192, 16384, 28672):
+        rows = -(-PACED_BYTES * 132 // (2 * cols))
+        for more in (-1, 0):
+            config = default_config(Problem.backward(rows + more, cols, "bf16"), SM_90)
+            assert config.paced == (more == 0), (cols, config)
 
 
 def test_what_is_paced_is_one_program_of_bulk_copies_with_steps_enough() -> None:
@@ -152,8 +155,9 @@ def test_what_is_paced_is_one_program_of_bulk_copies_with_steps_enough() -> None
             paced += 1
             assert config.bulk
             assert config.programs == 1
-            programs = grid_programs(problem, config, SM_90)
-            assert -(-problem.rows // (config.rows_per_block * programs)) >= PACED_STEPS
+            assert grid_programs(problem, config, SM_90) == 132
+            row_bytes = problem.cols * problem.element_bytes
+            assert problem.rows * row_bytes >= 132 * PACED_BYTES
     assert paced > 20
 
 

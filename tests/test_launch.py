@@ -203,5 +203,5 @@ def test_run_enqueues_in_order_on_the_stream() -> None:
     binary: Any = SimpleNamespace(
         backend=backend, code=SimpleNamespace(functions={"a": "A", "b": "B"})
     )
-    run(Plan(binary, (Launch("a", 1, 64, (), 16), Launch("b", 2, 128, ()))), stream=7)
-    assert calls == [("A", 1, 64, (), 16, 7), ("B", 2, 128, (), 0, 7)]
+    run(Plan(binary, (Launch("a", 1, 64, (), 16), Launch("b", 2, 128, (), early=True))), stream=7)
+    assert calls == [("A", 1, 64, (), 16, 7, False), ("B", 2, 128, (), 0, 7, True)]

@@ -76,7 +76,8 @@ CASES = [
     (Problem.forward(8192, 16384, "bf16"), "b128-t512-v16-reg-lk"),
     (Problem.forward(8, 262144, "bf16"), "b256-t2048-v16-reg-lk-ss-m1"),
     (Problem.forward(37, 3000, "fp32", weight_dtype=None, store_rstd=False), "b64-t128-v16-reg"),
-    (Problem.backward(32768, 8192, "bf16"), "b512-t512-v16-lds3bp-lk-ss-p1"),
+    (Problem.backward(32768, 8192, "bf16"), "b512-t512-v16-lds3bp-lk-ss-p1-fe"),
+    (Problem.backward(32768, 3000, "bf16"), "b384-t192-v16-reg-p2-fe"),
     (Problem.backward(8192, 16384, "bf16"), "b512-t512-v16-lds3brp-lk-ss-p1"),
     (Problem.backward(32768, 8192, "bf16", has_rstd=False), "b256-t256-v16-reg-p2"),
     (Problem.backward(32768, 8192, "bf16", need_dx=False), "b256-t256-v16-reg-p2"),
@@ -109,6 +110,7 @@ def test_every_kernel_builds_without_a_warning(problem: Problem, slug: str | Non
         assert (instruction in ptx) == (blocks > 1)
     assert ("mbarrier.try_wait" in ptx) == (blocks > 1 or config.bulk)
     assert ("nanosleep.u32" in ptx) == config.paced
+    assert ptx.count("griddepcontrol") == 2 * (config.finish == "early")
     assert ("atom.global.add.u32" in ptx) == (config.paced or config.finish == "last_block")
 
 
@@ -124,6 +126,17 @@ def test_blocks_of_a_cluster_meet_before_they_store_and_wait_for_all_bytes() -> 
     assert places == sorted(places)
     (register,) = re.findall(r"expect_tx.* (%r\d+);", ptx)
     assert re.search(rf"mov\.[ub]32\s+{register}, 16;", ptx)  # bytes of four floats
+
+
+def test_an_early_finish_waits_before_it_loads_and_is_allowed_after_the_last_store() -> None:
+    config = Config.parse("b512-t512-v16-lds3bp-lk-ss-p1-fe")
+    ptx, _ = compile_ptx(render(Problem.backward(32768, 8192, "bf16"), config, SM_90))
+    entries = re.split(r"\.entry (rmsnorm_\w+)\(", ptx)[1:]
+    text = dict(zip(entries[::2], entries[1::2], strict=True))
+    rows, finish = text["rmsnorm_backward"], text["rmsnorm_dweight"]
+    assert rows.rindex("st.global") < rows.index("griddepcontrol.launch_dependents")
+    assert finish.index("griddepcontrol.wait") < finish.index("ld.global")
+    assert "ld.global.nc" not in finish  # which would be taken for constant from its first line
 
 
 def test_a_vector_of_the_wrong_size_is_rejected() -> None:

@@ -176,6 +176,7 @@ def test_refusals_carry_their_reason(
     ("problem", "slug", "says"),
     [
         (Problem.backward(8, 4096, "bf16", need_dweight=False), "b256-p1-fl", "finish is inert"),
+        (Problem.backward(8, 4096, "bf16", need_dweight=False), "b256-p1-fe", "finish is inert"),
         (Problem.backward(8, 4096, "bf16", need_dx=False), "b256-p1-ss", "store_policy is inert"),
         (Problem.backward(8, 4096, "bf16"), "b256-p2", "8 blocks are the whole grid"),
     ],
@@ -212,7 +213,7 @@ def test_every_knob_is_in_the_space(device: DeviceSpec) -> None:
     wanted = {("load_policy", "stream"), ("store_policy", "stream"), ("vec", 8), ("reread", True)}
     wanted |= {("path", path) for path in ("registers", "pingpong", "lds", "two_pass")}
     wanted |= {("stages", n) for n in STAGES} | {("programs", n) for n in PROGRAMS}
-    wanted |= {("finish", "last_block")}
+    wanted |= {("finish", "kernel"), ("finish", "last_block")}
     wanted |= {("waves_per_eu", 2)} if device is GFX950 else {("min_blocks", 1), ("min_blocks", 4)}
     if device is SM_90:
         wanted |= {
@@ -220,6 +221,7 @@ def test_every_knob_is_in_the_space(device: DeviceSpec) -> None:
             ("store_policy", "keep"),
             ("bulk", True),
             ("paced", True),
+            ("finish", "early"),
         }
     assert wanted <= varied
 

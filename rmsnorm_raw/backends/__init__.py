@@ -65,8 +65,12 @@ class Backend(Protocol):
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
-        """Enqueue one launch; ``args`` are NumPy scalars, pointers as uint64."""
+        """Enqueue one launch; ``args`` are NumPy scalars, pointers as uint64.
+
+        An ``early`` one may start while the launch before it ends.
+        """
 
     def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
         """A launch for many calls, by any threads, in each of which this device is current."""

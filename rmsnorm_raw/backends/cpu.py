@@ -186,8 +186,9 @@ class CpuBackend:
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
-        """Run one launch to its end.
+        """Run one launch to its end; an ``early`` one after the launch before it all the same.
 
         Raises:
             LaunchError: a grid, block, LDS size or argument that the device would not take.
@@ -214,6 +215,7 @@ class CpuBackend:
             lds_stride=lds_stride,
             scattered=self._order == "shuffle" and self.device.dialect == "amd",
             land_late=self.landing == "wait",
+            early=early,
         )
         with _MACHINE.lock:
             request.stacks = _MACHINE.stacks(function.slots * block)
@@ -228,9 +230,9 @@ class CpuBackend:
 
     def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
         """See :class:`rmsnorm_raw.backends.Backend`."""
-        function, grid, block, _, lds_bytes, _ = opened
+        function, grid, block, _, lds_bytes, _, early = opened
         return lambda stream, addresses: self.launch(
-            function, grid, block, opened.filled(addresses), lds_bytes, stream
+            function, grid, block, opened.filled(addresses), lds_bytes, stream, early
         )
 
     def _require_geometry(self, entry_point: str, grid: int, block: int, lds_bytes: int) -> None:

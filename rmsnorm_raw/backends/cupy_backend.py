@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rmsnorm_raw.backends import Code, Resources
+from rmsnorm_raw.backends.cuda_driver import launch_early
 from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN, DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
@@ -285,48 +286,47 @@ class CupyBackend:
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
-        """Enqueue one launch.
+        """Enqueue one launch; an ``early`` one, CUDA's alone, see :func:`launch_early`.
 
         Raises:
             LaunchError: the driver refused it, or an earlier kernel failed.
         """
         current = self._runtime.getDevice() == self.index
-        try:
-            with contextlib.nullcontext() if current else self._current():
-                function((grid,), (block,), args, shared_mem=lds_bytes, stream=RawStream(stream))
-        except self._cupy.cuda.driver.CUDADriverError as error:
-            raise self._refused(grid, block, lds_bytes, error) from error
+        with contextlib.nullcontext() if current else self._current():
+            self.prepare(OpenLaunch(function, grid, block, args, lds_bytes, (), early))(stream, ())
 
     def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
         """See :class:`rmsnorm_raw.backends.Backend`; calls go to the driver, past CuPy's launch."""
-        function, grid, block, args, lds_bytes, pointers = opened
+        function, grid, block, args, lds_bytes, pointers, early = opened
         driver, handle = self._cupy.cuda.driver, function.ptr
-        enqueue = driver.launchKernel
         own = Arguments(args, self._enter)
 
         def run(stream: int, addresses: Sequence[int]) -> None:
-            words = own.words
+            words, table = own.words, own.table
             for index, which, offset in pointers:
                 words[index] = addresses[which] + offset
             try:
-                enqueue(handle, grid, 1, 1, block, 1, 1, lds_bytes, stream, own.table, 0)
+                if early:
+                    driver.check_status(launch_early(handle, grid, block, table, lds_bytes, stream))
+                else:
+                    driver.launchKernel(
+                        handle, grid, 1, 1, block, 1, 1, lds_bytes, stream, table, 0
+                    )
             except driver.CUDADriverError as error:
-                raise self._refused(grid, block, lds_bytes, error) from error
+                self._clear_last_error()
+                raise LaunchError(
+                    f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
+                    f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a "
+                    "new process helps"
+                ) from error
 
         return run
 
     def _enter(self) -> None:
         with self._current():  # a new thread has no context of a device before it sets it
             self._runtime.setDevice(self.index)
-
-    def _refused(self, grid: int, block: int, lds_bytes: int, error: Exception) -> LaunchError:
-        self._clear_last_error()
-        return LaunchError(
-            f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
-            f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new "
-            "process helps"
-        )
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
         """(address, owner) of memory from CuPy's pool, ordered on CuPy's current stream."""

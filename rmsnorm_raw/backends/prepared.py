@@ -23,6 +23,7 @@ class OpenLaunch(NamedTuple):
         args: NumPy scalars, at most 8 bytes each; those in the place of a pointer are not read.
         lds_bytes: dynamic LDS (shared memory) of a block.
         pointers: (i, k, offset): argument i is the k-th address plus an offset in bytes.
+        early: it may start while the launch before it ends.
     """
 
     function: Any
@@ -31,6 +32,7 @@ class OpenLaunch(NamedTuple):
     args: Sequence[np.generic]
     lds_bytes: int
     pointers: Sequence[tuple[int, int, int]]
+    early: bool = False
 
     def filled(self, addresses: Sequence[int]) -> list[np.generic]:
         """The arguments of one call."""

@@ -12,7 +12,8 @@
 // cluster's barrier. It starts no earlier, so that what is read without a wait is missing.
 //
 // Faults, each with its line: a barrier or a wave operation that part of a wave or block misses, a lane
-// number outside the wave, a store just outside LDS, a wait that no wave can end. LDS starts as NaN. A place
+// number outside the wave, a store just outside LDS, a wait that no wave can end, memory used by a launch
+// that starts early before it waits for the one before it. LDS starts as NaN. A place
 // is known by its line, so a helper called on both sides of a branch counts as one place.
 //
 // No C++ headers: <cmath> and <utility> alone double the time of a build (0.15 to 0.29 s, g++ 12).
@@ -99,8 +100,9 @@ constexpr u32 WAITING = 1u << 29, BARRIER = 1u << 30, RETURNED = 1u << 31, LINE 
 
 struct Fiber {
   Context context;
-  u32 thread;  // its threadIdx.x
+  u32 thread;   // its threadIdx.x
   u32 site;
+  bool waited;  // the launch before this one has ended, for all that it knows
 };
 
 // What the host asks for and the fault that it gets back; cpu.py has the same fields.
@@ -115,6 +117,7 @@ struct Launch {
   u32 lds_stride;  // from the LDS of a slot to that of the next one, both guards included
   u32 scattered;   // blocks that wait for each other start half a grid apart, and not in their order
   u32 land_late;  // asynchronous copies land when they are waited for, and not when they are issued
+  u32 early;      // the launch before this one may still be running, until a thread waits for it
   u32 fault_line, fault_block;
   char fault[256];  // empty: no fault
 };
@@ -154,6 +157,7 @@ static __attribute__((noinline)) void stop_at(u32 site) {
 
 static void fiber_main() {
   for (;;) {
+    running->waited = !launch->early;
     kernel_body(launch->args);
     stop_at(RETURNED);  // resumed for the next block
   }

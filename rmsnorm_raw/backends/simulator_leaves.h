@@ -107,11 +107,16 @@ struct Queue {
 constexpr u32 BULK = MAX_BLOCK;
 static Queue queues[MAX_BLOCK + 1];
 
+static __forceinline__ void require_waited(u32 line) {
+  if (!running->waited) fail(line, "memory is used while the launch before this one may still be running");
+}
 static __forceinline__ void load(void* to, const void* from, u32 bytes, u32 line) {
+  require_waited(line);
   require_aligned(from, bytes, line);
   __builtin_memcpy(to, from, bytes);
 }
 static __forceinline__ void store(void* to, const void* from, u32 bytes, u32 line) {
+  require_waited(line);
   require_aligned(to, bytes, line);
   __builtin_memcpy(to, from, bytes);
 #if RR_WAVE == 64
@@ -120,6 +125,7 @@ static __forceinline__ void store(void* to, const void* from, u32 bytes, u32 lin
 }
 #define rr_sim_load(to, from, bytes) rr_sim::load(to, from, bytes, __LINE__)
 #define rr_sim_store(to, from, bytes) rr_sim::store(to, from, bytes, __LINE__)
+#define rr_sim_wait_for_launch_before() ((void)(rr_sim::running->waited = true))
 #define rr_sim_lds() (rr_sim::current->lds)
 #define __threadfence() ((void)0)  // whoever runs next sees every store
 

@@ -14,9 +14,10 @@ Version 4, ``lds``: as 1, over a ring of rows in LDS; after the reduction a row 
     registers, or (``r``) from the ring again.
 Version 5, ``lds<n>bp``: programs that get ahead of the others wait for them (pace.py).
 
-dW is finished by ``rmsnorm_dweight``, which adds the partial rows in a fixed order and rounds once,
-or (``-fl``) by the last block to leave: a lone block then needs no second launch, more count
-themselves in a counter that is 0 at the start. Either way it is the same bits in every run.
+dW is finished by ``rmsnorm_dweight``, which adds the partial rows in a fixed order and rounds once
+(with ``-fe`` it starts while this kernel ends), or (``-fl``) by the last block to leave: a lone
+block then needs no second launch, more count themselves in a counter that is 0 at the start. In any
+case it is the same bits in every run.
 """
 
 TEXT = r"""
@@ -246,6 +247,9 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
       }
     }
   }
+#if RR_EARLY_FINISH
+  allow_next_launch();
+#endif
 #if RR_LAST_BLOCK
   if (gridDim.x > 1 && last_block(finished, (u32*)lds)) {
     for (u32 column = threadIdx.x; column < cols; column += RR_BLOCK) {

@@ -225,6 +225,9 @@ extern "C" __global__ void RR_BOUNDS rmsnorm_backward(
       }
     }
   }
+#if RR_EARLY_FINISH
+  allow_next_launch();
+#endif
 #if RR_LAST_BLOCK
   if (gridDim.x > 1 && last_block(finished, (u32*)lds)) {
     for (u32 column = threadIdx.x; column < cols; column += RR_BLOCK) {

@@ -30,11 +30,24 @@ RR_FN bool last_block(u32* finished, u32* shared) {
 }
 #endif
 
+// An early finish, sm_90's: its blocks may start once every block of the rows' kernel has allowed
+// it or left. They wait until that kernel has ended and its stores can be seen.
+#if RR_EARLY_FINISH
+#if defined(RR_SIMULATOR)
+#define allow_next_launch()
+#define wait_for_launch_before() rr_sim_wait_for_launch_before()
+#else
+RR_FN void allow_next_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+RR_FN void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
+#endif
+
 #if RR_NEED_DW && !RR_LAST_BLOCK
 // Adds `partials` rows of fp32 sums. A block has RR_FINISH_COLUMNS columns, a lane a vector of them
 // from every FINISH_GROUPS-th row: little for each to do, for this kernel runs alone and its length
 // is latency. Sums meet over FINISH_RUN lanes first, then in LDS. dweight: (cols) in its own dtype.
-// LDS: RR_FINISH_COLUMNS floats for each of FINISH_RUNS.
+// LDS: RR_FINISH_COLUMNS floats for each of FINISH_RUNS. `partial` may be written while this
+// starts, so it is not restrict: the compiler may not load from it ahead of the wait.
 constexpr int FINISH_VEC = RR_ELEMENTS < 4 ? RR_ELEMENTS : 4;
 constexpr int FINISH_VECTORS = RR_FINISH_COLUMNS / FINISH_VEC;
 constexpr int FINISH_RUN = 8;
@@ -43,8 +56,11 @@ constexpr int FINISH_GROUPS = FINISH_RUNS * FINISH_RUN;
 static_assert(FINISH_VECTORS * FINISH_VEC == RR_FINISH_COLUMNS, "a block has whole vectors");
 static_assert(FINISH_GROUPS * FINISH_VECTORS == RR_FINISH_BLOCK, "and every lane one of them");
 extern "C" __global__ void __launch_bounds__(RR_FINISH_BLOCK) rmsnorm_dweight(
-    const float* __restrict__ partial, u32 partials, u32 cols, void* __restrict__ dweight) {
+    const float* partial, u32 partials, u32 cols, void* __restrict__ dweight) {
   RR_LDS(lds);
+#if RR_EARLY_FINISH
+  wait_for_launch_before();
+#endif
   const u32 run = threadIdx.x / (FINISH_RUN * FINISH_VECTORS);
   const u32 group = run * FINISH_RUN + threadIdx.x % FINISH_RUN;
   const u32 in_block = threadIdx.x / FINISH_RUN % FINISH_VECTORS * FINISH_VEC;

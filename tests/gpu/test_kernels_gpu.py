@@ -64,6 +64,8 @@ def test_narrow_rows_by_the_million(gpu: Backend) -> None:
 
 
 LAST_BLOCK = "b256-t256-v16-reg-p2-fl"
+EARLY = "b256-t256-v16-lds3b-lk-ss-p2-fe"
+finishes = pytest.mark.parametrize("config", [LAST_BLOCK, EARLY])
 
 
 @pytest.fixture
@@ -77,42 +79,54 @@ def inputs(torch: Any, rows: int) -> tuple[Any, Any, Any, Any]:
     return dout, x, weight, rr.rmsnorm_fwd(x, weight).rstd
 
 
-def test_dweight_of_the_last_block_is_bitwise_repeatable(gpu: Backend, torch: Any) -> None:
+@finishes
+def test_dweight_is_bitwise_repeatable(gpu: Backend, torch: Any, config: str) -> None:
     args = inputs(torch, 300)
-    first = rr.rmsnorm_bwd(*args, config=LAST_BLOCK).dweight
+    first = rr.rmsnorm_bwd(*args, config=config).dweight
     for _ in range(100):
-        assert torch.equal(rr.rmsnorm_bwd(*args, config=LAST_BLOCK).dweight, first)
+        assert torch.equal(rr.rmsnorm_bwd(*args, config=config).dweight, first)
 
 
-def test_last_blocks_on_concurrent_streams_do_not_meet(gpu: Backend, torch: Any) -> None:
+def test_an_early_finish_gives_the_bits_of_a_later_one(gpu: Backend, torch: Any) -> None:
+    """Call after call on one workspace, so that a finish that did not wait would find old sums."""
+    work = [inputs(torch, 20_000 + 700 * k) for k in range(4)]
+    wanted = [rr.rmsnorm_bwd(*args, config=EARLY.removesuffix("-fe")).dweight for args in work]
+    for _ in range(50):
+        got = [rr.rmsnorm_bwd(*args, config=EARLY).dweight for args in work]
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@finishes
+def test_finishes_on_concurrent_streams_do_not_meet(gpu: Backend, torch: Any, config: str) -> None:
     streams = [torch.cuda.Stream() for _ in range(4)]
     work = [inputs(torch, 200 + 10 * k) for k in range(4)]
-    wanted = [rr.rmsnorm_bwd(*args, config=LAST_BLOCK).dweight for args in work]
+    wanted = [rr.rmsnorm_bwd(*args, config=config).dweight for args in work]
     torch.cuda.synchronize()
     results: list[list[Any]] = [[] for _ in work]
     for _ in range(50):
         for k in random.sample(range(4), 4):
             with torch.cuda.stream(streams[k]):
-                results[k].append(rr.rmsnorm_bwd(*work[k], config=LAST_BLOCK).dweight)
+                results[k].append(rr.rmsnorm_bwd(*work[k], config=config).dweight)
     torch.cuda.synchronize()
     for want, got in zip(wanted, results, strict=True):
         assert all(torch.equal(dweight, want) for dweight in got)
 
 
-def test_a_captured_last_block_replays_on_new_inputs(gpu: Backend, torch: Any) -> None:
+@finishes
+def test_a_captured_finish_replays_on_new_inputs(gpu: Backend, torch: Any, config: str) -> None:
     dout, x, weight, rstd = inputs(torch, 300)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        rr.rmsnorm_bwd(dout, x, weight, rstd, config=LAST_BLOCK)  # built before the capture
+        rr.rmsnorm_bwd(dout, x, weight, rstd, config=config)  # built before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        captured = rr.rmsnorm_bwd(dout, x, weight, rstd, config=LAST_BLOCK)
+        captured = rr.rmsnorm_bwd(dout, x, weight, rstd, config=config)
     for _ in range(3):
         dout.copy_(torch.randn_like(dout))
         graph.replay()
         torch.cuda.synchronize()
-        want = rr.rmsnorm_bwd(dout, x, weight, rstd, config=LAST_BLOCK)
+        want = rr.rmsnorm_bwd(dout, x, weight, rstd, config=config)
         assert torch.equal(captured.dweight, want.dweight)
         assert torch.equal(captured.dx, want.dx)
 
