@@ -72,6 +72,7 @@ class MemoryGpu(VirtualGpu):
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
         entry, defines = function
         probe = PROBES[("probe_copy", "probe_write", "probe_add").index(entry)]

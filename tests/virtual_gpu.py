@@ -93,6 +93,7 @@ class VirtualGpu:
         args: Sequence[np.generic],
         lds_bytes: int,
         stream: int,
+        early: bool = False,
     ) -> None:
         self.enqueue(str(function), 5.0, self.host_cost_us)
 
