@@ -341,7 +341,10 @@ def peak_bytes(function: Callable[..., Any], x: Any, weight: Any, dout: Any) -> 
 @pytest.mark.parametrize("shape", [(8, 4096), (4096, 4096), (8192, 8192)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_memory_of_a_step(gpu: Backend, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """No more than F.rms_norm's and the partial rows of dweight: programs * N * 4 bytes."""
+    """No more than F.rms_norm's and the partial rows of dweight, programs * N * 4 bytes.
+
+    And a word, where programs are paced.
+    """
     x, weight, dout = tensors(*shape, dtype=dtype)
     name = str(dtype).removeprefix("torch.")
     problem = Problem.backward(*shape, name)
@@ -352,7 +355,7 @@ def test_memory_of_a_step(gpu: Backend, shape: tuple[int, int], dtype: torch.dty
     print(
         f"\n{shape} {name}: ours {ours:,} B, F.rms_norm {theirs:,} B, partial rows {partials:,} B"
     )
-    assert ours <= theirs + partials
+    assert ours <= theirs + partials + 4 * config.paced
 
 
 def test_calls_with_changing_shapes_leave_no_memory_behind() -> None:
