@@ -28,13 +28,14 @@ _HOME = {
     "roofline": "workbench",
     "tune": "tuner",
 }
-_SUBMODULES = ("array", "errors")
+_SUBMODULES = ("array", "errors", "nn")
 
 __all__ = sorted([*_HOME, *_SUBMODULES])
 
 if TYPE_CHECKING:
     from rmsnorm_raw import array as array
     from rmsnorm_raw import errors as errors
+    from rmsnorm_raw import nn as nn
     from rmsnorm_raw.backends import get_backend as get_backend
     from rmsnorm_raw.config import Config as Config
     from rmsnorm_raw.ops import Backward as Backward

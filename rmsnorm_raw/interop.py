@@ -301,7 +301,6 @@ class _Torch(Library):
                 f"a {array.layout} tensor on {array.device} cannot be read: pass a dense one on a "
                 "CPU or GPU (.to_dense(), .to(...))"
             )
-        gpu: Gpu = "rocm" if torch.version.hip else "cuda"
         tensor = array.resolve_neg()  # a negated view's memory holds the opposite sign
         if array.requires_grad:
             tensor = tensor.detach()
@@ -311,7 +310,7 @@ class _Torch(Library):
             strides=tensor.stride(),
             dtype=str(tensor.dtype).removeprefix("torch."),
             element_bytes=tensor.element_size(),
-            device=_gpu(gpu, tensor.get_device()) if tensor.is_cuda else CPU,
+            device=torch_device(tensor.device),
             writable=tensor is array,  # else: under autograd, or negated on the way
             library=self,
             owner=tensor,
@@ -334,6 +333,12 @@ class _Torch(Library):
         external = cuda.ExternalStream(stream, device=f"cuda:{device.index}")
         context: AbstractContextManager[Any] = cuda.stream(external)
         return context
+
+
+def torch_device(device: Any) -> Device:
+    """The device that torch means; its "cuda" is ROCm's name too."""
+    gpu: Gpu = "rocm" if sys.modules["torch"].version.hip else "cuda"
+    return CPU if device.type == "cpu" else _gpu(gpu, device.index)
 
 
 NUMPY, CUPY, TORCH = _NumPy("numpy"), _Cupy("cupy"), _Torch("torch")
@@ -368,9 +373,8 @@ def _through_dlpack(array: Any, stream: int | None) -> View:
         if kind in DLPACK_CPU:  # NumPy's DLPack knows no bfloat16; these two do, and alias
             put = functools.partial(jax.device_put, device=min(array.devices()), may_alias=True)
             return _NumPy(name, put).view(np.asarray(array))
-    give = _same
-    if hasattr(array, "__array_namespace__"):
-        give = array.__array_namespace__().from_dlpack
+    has_namespace = hasattr(array, "__array_namespace__")
+    give = array.__array_namespace__().from_dlpack if has_namespace else lambda made: made
     if kind in DLPACK_CPU:
         try:
             return _NumPy(name, give).view(np.from_dlpack(array))
@@ -388,10 +392,6 @@ def _through_dlpack(array: Any, stream: int | None) -> View:
     # CuPy lets the stream wait for the array's producer
     with library.on(device, library.current_stream(device) if stream is None else stream):
         return library.view(_cupy().from_dlpack(array))
-
-
-def _same(array: Any) -> Any:
-    return array
 
 
 def _cupy() -> Any:

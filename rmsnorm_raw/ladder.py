@@ -41,12 +41,11 @@ def default_config(problem: Problem, device: DeviceSpec) -> Config:
         InvalidConfig: nothing fits; the message carries the reason for the last rung.
     """
     rungs = _forward_rungs if problem.op == "forward" else _backward_rungs
-    *wanted, last = rungs(problem, device)
-    for config in wanted:
+    for config in rungs(problem, device):
         if not (reject_reason(problem, device, config) or inert_reason(problem, device, config)):
-            return config
-    require_fit(problem, device, last)
-    return last
+            break
+    require_fit(problem, device, config)
+    return config
 
 
 def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.module import Binary
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.space import (
     FINISH_BLOCK,
     column_tiles,
@@ -24,6 +25,11 @@ from rmsnorm_raw.space import (
 MAX_THREADS = (1 << 32) - 1
 #: the tensors of (rows, cols), which have a row stride
 MATRICES = ("x", "dout", "y", "dx")
+#: the tensors of an operation, in the order of the addresses that prepared launches take
+TENSORS: dict[Op, tuple[str, ...]] = {
+    "forward": ("x", "weight", "y", "rstd", "workspace"),
+    "backward": ("dout", "x", "weight", "rstd", "dx", "dweight", "workspace", "counter"),
+}
 
 
 class Tensor(NamedTuple):
@@ -52,6 +58,37 @@ class Launch:
     args: tuple[np.generic, ...] = field(repr=False)
     lds_bytes: int = 0
     early: bool = False
+
+
+class Pointer(NamedTuple):
+    """An argument that is known once a tensor has an address."""
+
+    tensor: str
+    offset_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A launch whose pointers are still open; else as :class:`Launch`."""
+
+    entry_point: str
+    grid: int
+    block: int
+    args: tuple[np.generic | Pointer, ...]
+    lds_bytes: int = 0
+    early: bool = False
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> Launch:
+        """The launch on tensors at known addresses."""
+        args = (
+            np.uint64(tensors[arg.tensor].address + arg.offset_bytes)
+            if isinstance(arg, Pointer)
+            else arg
+            for arg in self.args
+        )
+        return Launch(
+            self.entry_point, self.grid, self.block, tuple(args), self.lds_bytes, self.early
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,92 +163,125 @@ def make_plan(
         binary: the built kernels.
         tensors: by the names of :func:`tensor_bytes`; unused ones may be absent.
     """
-    if not problem.rows or not problem.cols:
-        return Plan(binary, ())
-    build = _forward if problem.op == "forward" else _backward
-    return Plan(binary, tuple(build(problem, config, binary, tensors)))
-
-
-_NOWHERE = Tensor(0)
+    strides = {name: tensor.row_stride for name, tensor in tensors.items()}
+    open_launches = _templates(problem, config, binary, strides)
+    return Plan(binary, tuple(template.fill(tensors) for template in open_launches))
 
 
 def launches(problem: Problem, config: Config, binary: Binary) -> tuple[Launch, ...]:
     """What a plan launches, in order, whatever the tensors: their addresses are left at 0."""
     names = tensor_bytes(problem, config, binary.backend.device)
-    return make_plan(problem, config, binary, dict.fromkeys(names, _NOWHERE)).launches
+    return make_plan(problem, config, binary, dict.fromkeys(names, Tensor(0))).launches
+
+
+def prepare(
+    problem: Problem, config: Config, binary: Binary, strides: Mapping[str, int]
+) -> tuple[PreparedLaunch, ...]:
+    """A plan's launches, to be made many times on tensors at other addresses.
+
+    Call each, in order, with a raw stream and the addresses of all :data:`TENSORS` of the
+    operation, anything for those that there are not; the binary's device must be the current one.
+
+    Args:
+        problem: see :func:`make_plan`, and so for config and binary.
+        strides: the row stride of each tensor that there is, in elements; 0 for the others.
+    """
+    backend, functions = binary.backend, binary.code.functions
+    place = TENSORS[problem.op].index
+    prepared = []
+    for template in _templates(problem, config, binary, strides):
+        pointers = [
+            (index, place(arg.tensor), arg.offset_bytes)
+            for index, arg in enumerate(template.args)
+            if isinstance(arg, Pointer)
+        ]
+        args = [_NULL if isinstance(arg, Pointer) else arg for arg in template.args]
+        opened = OpenLaunch(
+            functions[template.entry_point], template.grid, template.block, args,
+            template.lds_bytes, pointers, template.early,
+        )  # fmt: skip
+        prepared.append(backend.prepare(opened))
+    return tuple(prepared)
+
+
+Strides = Mapping[str, int]
+_NULL = np.uint64(0)
+
+
+def _templates(
+    problem: Problem, config: Config, binary: Binary, strides: Strides
+) -> Iterator[Template]:
+    """The launches on tensors of these row strides; one that has none is not there."""
+    if problem.rows and problem.cols:
+        build = _forward if problem.op == "forward" else _backward
+        yield from build(problem, config, binary, strides)
 
 
 def _forward(
-    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
-) -> Iterator[Launch]:
+    problem: Problem, config: Config, binary: Binary, strides: Strides
+) -> Iterator[Template]:
     device = binary.backend.device
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
-    x, y = tensors["x"], tensors["y"]
-    weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
-    words = _address(tensors.get("workspace", _NOWHERE).address)
+    words = _at("workspace", strides)
     if count := _shared_words(problem, config, device):
         grid = -(-count // config.block)
-        yield Launch("rmsnorm_forward_clear", grid, config.block, (words, np.uint64(count)))
+        yield Template("rmsnorm_forward_clear", grid, config.block, (words, np.uint64(count)))
     parts = _row_launches(problem, config) if not config.programs else [(0, problem.rows)]
     for first, rows in parts:
         args = (
-            *_rows_from(x, first, problem), _address(weight.address),
-            *_rows_from(y, first, problem), _address(_entry(rstd, first)), words,
+            *_rows_from("x", first, problem, strides), _at("weight", strides),
+            *_rows_from("y", first, problem, strides), _at("rstd", strides, 4 * first), words,
             np.int64(rows), np.uint32(problem.cols), np.float32(problem.eps),
         )  # fmt: skip
         grid = -(-rows // config.rows_per_block) * config.blocks_per_row
         if config.programs:
             grid = grid_programs(problem, config, device)
-        yield Launch("rmsnorm_forward", grid, config.block, args, lds)
+        yield Template("rmsnorm_forward", grid, config.block, args, lds)
 
 
 def _backward(
-    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
-) -> Iterator[Launch]:
+    problem: Problem, config: Config, binary: Binary, strides: Strides
+) -> Iterator[Template]:
     device = binary.backend.device
     lds = lds_bytes(problem, config, device)
-    dout, x = tensors["dout"], tensors["x"]
-    weight, rstd = tensors.get("weight", _NOWHERE), tensors.get("rstd", _NOWHERE)
-    dx, dweight = tensors.get("dx", _NOWHERE), tensors.get("dweight", _NOWHERE).address
-    row_results = tensors.get("workspace", _NOWHERE).address
-    partial = row_results + _row_results_bytes(problem, config)
+    partial = _at("workspace", strides, _row_results_bytes(problem, config))
     partials = grid_programs(problem, config, device)
     rows, cols = np.int64(problem.rows), np.uint32(problem.cols)
+    dout, x, dx = (_rows_from(name, 0, problem, strides) for name in ("dout", "x", "dx"))
+    weight, rstd, dweight = (_at(name, strides) for name in ("weight", "rstd", "dweight"))
     if not (problem.need_dx or problem.need_dweight):
         return
+    args: tuple[np.generic | Pointer, ...]
     if config.path == "two_pass":
         if _row_results_bytes(problem, config):
             for first, some in _row_launches(problem, config):
-                args: tuple[np.generic, ...] = (
-                    *_rows_from(dout, first, problem), *_rows_from(x, first, problem),
-                    _address(weight.address), _address(_entry(rstd, first)),
-                    _address(row_results + 8 * first), np.int64(some), cols,
-                    np.float32(problem.eps),
+                args = (
+                    *_rows_from("dout", first, problem, strides),
+                    *_rows_from("x", first, problem, strides), weight,
+                    _at("rstd", strides, 4 * first), _at("workspace", strides, 8 * first),
+                    np.int64(some), cols, np.float32(problem.eps),
                 )  # fmt: skip
                 grid = -(-some // config.rows_per_block)
                 entry = "rmsnorm_backward_rows"
-                yield Launch(entry, grid, config.block, args, lds[entry])
+                yield Template(entry, grid, config.block, args, lds[entry])
         args = (
-            *_rows_from(dout, 0, problem), *_rows_from(x, 0, problem), _address(weight.address),
-            _address(rstd.address), _address(row_results), *_rows_from(dx, 0, problem),
-            _address(partial), rows, cols, np.uint32(partials),
+            *dout, *x, weight, rstd, _at("workspace", strides), *dx, partial, rows, cols,
+            np.uint32(partials),
         )  # fmt: skip
         grid = column_tiles(problem, config) * partials
-        yield Launch("rmsnorm_backward_columns", grid, config.block, args)
+        yield Template("rmsnorm_backward_columns", grid, config.block, args)
     else:
-        progress = row_results + _progress_at(problem, config, device)
+        progress = _at("workspace", strides, _progress_at(problem, config, device))
         args = (
-            *_rows_from(dout, 0, problem), *_rows_from(x, 0, problem), _address(weight.address),
-            _address(rstd.address), *_rows_from(dx, 0, problem), _address(partial),
-            _address(dweight), _address(tensors.get("counter", _NOWHERE).address),
-            _address(progress * config.paced), rows, cols, np.float32(problem.eps),
+            *dout, *x, weight, rstd, *dx, partial, dweight, _at("counter", strides),
+            progress if config.paced else _NULL, rows, cols, np.float32(problem.eps),
         )  # fmt: skip
-        yield Launch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
+        yield Template("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
     if problem.need_dweight and config.finish != "last_block":
-        args = (_address(partial), np.uint32(partials), cols, _address(dweight))
+        args = (partial, np.uint32(partials), cols, dweight)
         grid = -(-problem.cols // finish_columns(problem))
         early = config.finish == "early"
-        yield Launch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
+        yield Template("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
 
 
 def _shared_words(problem: Problem, config: Config, device: DeviceSpec) -> int:
@@ -244,14 +314,13 @@ def _row_launches(problem: Problem, config: Config) -> Iterator[tuple[int, int]]
         yield first, min(most, problem.rows - first)
 
 
-def _rows_from(tensor: Tensor, first: int, problem: Problem) -> tuple[np.uint64, np.int64]:
-    offset = first * tensor.row_stride * problem.element_bytes
-    return _address(tensor.address + offset), np.int64(tensor.row_stride)
+def _rows_from(
+    name: str, first: int, problem: Problem, strides: Strides
+) -> tuple[np.generic | Pointer, np.int64]:
+    stride = strides.get(name, 0)
+    return _at(name, strides, first * stride * problem.element_bytes), np.int64(stride)
 
 
-def _entry(rstd: Tensor, first: int) -> int:
-    return rstd.address + 4 * first if rstd.address else 0
-
-
-def _address(address: int) -> np.uint64:
-    return np.uint64(address)
+def _at(name: str, strides: Strides, offset_bytes: int = 0) -> np.generic | Pointer:
+    """Where a tensor's bytes from an offset on lie; null where there is no such tensor."""
+    return Pointer(name, offset_bytes) if name in strides else _NULL

@@ -93,7 +93,7 @@ def rmsnorm_fwd(
         y = target or call.new(call.x.shape, call.x.dtype)
         rstd = call.new(call.x.shape[:-1], "float32") if store_rstd else None
         if call.is_empty:
-            _fill(rstd, _rstd_of_nothing(problem.eps))
+            _fill(rstd, rstd_of_nothing(problem.eps))
         else:
             call.run(problem, chosen, {"x": call.x, "weight": w, "y": y, "rstd": rstd})
         if target is None:
@@ -325,7 +325,7 @@ def _fill(made: View | None, value: float) -> None:
         made.owner[...] = value
 
 
-def _rstd_of_nothing(eps: float) -> float:
+def rstd_of_nothing(eps: float) -> float:
     """eps^-½ in fp32, the limit of rstd for rows of no elements (mean 0); infinite for eps = 0."""
     rounded = float(np.float32(eps))
     return 1 / math.sqrt(rounded) if rounded > 0 else math.inf

@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 
 from rmsnorm_raw.backends import get_backend
-from rmsnorm_raw.backends.cupy_backend import (
-    RawStream,
-    device_spec,
-    kfd_cache_bytes,
-    why_unavailable,
-)
+from rmsnorm_raw.backends.cupy_backend import RawStream, why_unavailable
+from rmsnorm_raw.backends.driver_facts import device_spec, kfd_cache_bytes
 from rmsnorm_raw.device import KNOWN, MIB
 from rmsnorm_raw.errors import BackendUnavailable
 

@@ -56,6 +56,8 @@ def test_import_and_plain_names_load_nothing_heavy(use: str) -> None:
 
 @pytest.mark.parametrize("name", rr.__all__)
 def test_every_public_name_is_there_and_documented(name: str) -> None:
+    if name == "nn":
+        pytest.importorskip("torch", reason="torch is not installed")
     assert getattr(rr, name).__doc__
     assert name in dir(rr)
 
@@ -186,8 +188,10 @@ def run_python_of_readme(blocks: slice) -> dict[str, Any]:
 
 
 def test_the_readmes_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
-    names = run_python_of_readme(slice(1))
+    names = run_python_of_readme(slice(2))
+    assert names["model"][1].weight.grad is not None
     assert names["bwd"].dweight.shape == names["weight"].shape
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -210,6 +213,26 @@ def test_any_dlpack_producer_is_viewed_in_place() -> None:
     assert (seen.address, seen.shape, seen.strides) == (array.ctypes.data, (2, 3), (3, 1))
     made = seen.library.empty((2,), "float32", CPU)
     assert seen.library.result(made) is made
+
+
+def test_a_producers_memory_lives_as_long_as_the_view() -> None:
+    freed: list[str] = []
+
+    class Memory(np.ndarray):
+        """An array that says when it goes."""
+
+    def seen_alone() -> View:
+        array = np.full((2, 3), 7, np.float32).view(Memory)
+        weakref.finalize(array, freed.append, "freed")
+        return view(Producer(array))
+
+    seen = seen_alone()
+    gc.collect()
+    assert freed == []
+    assert (ctypes.c_float * 6).from_address(seen.address)[:] == [7] * 6
+    del seen
+    gc.collect()
+    assert freed == ["freed"]
 
 
 def test_results_go_back_through_the_producers_namespace() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
 from rmsnorm_raw.source import Source
@@ -89,6 +90,9 @@ class Backend(Protocol):
 
         An ``early`` one may start while the launch before it ends.
         """
+
+    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+        """A launch for many calls, by any threads, in each of which this device is current."""
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
         """(address, owner) of fresh uninitialised device memory; it lives as long as the owner."""

@@ -20,11 +20,13 @@ import numpy as np
 from rmsnorm_raw.backends import Backend, Code, Resources, Toolchain
 from rmsnorm_raw.backends.host_compiler import (
     Function,
+    Request,
     build,
     compilers,
     translation_unit,
     version,
 )
+from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import SIMULATED
 from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, LaunchError, SimulatorError
@@ -65,23 +67,6 @@ def make_backend(name: str, wave: int) -> Backend:
         BackendUnavailable: there is no C++ compiler.
     """
     return CpuBackend(wave)
-
-
-class _Request(ctypes.Structure):
-    """``rr_sim::Launch`` of simulator.h, field by field."""
-
-    _fields_ = (
-        ("stacks", ctypes.c_void_p),
-        ("stack_bytes", ctypes.c_uint64),
-        ("lds", ctypes.c_void_p),
-        ("guard", ctypes.c_char_p),
-        ("threads", ctypes.c_void_p),
-        ("args", ctypes.c_char_p),
-        *((name, ctypes.c_uint32) for name in ("guard_bytes", "lds_bytes", "grid", "block")),
-        *((name, ctypes.c_uint32) for name in ("lds_stride", "scattered", "land_late", "early")),
-        *((name, ctypes.c_uint32) for name in ("fault_line", "fault_block")),
-        ("fault", ctypes.c_char * 256),
-    )
 
 
 def _aligned(address: int) -> int:
@@ -217,7 +202,7 @@ class CpuBackend:
                 f"{function.entry_point}: {function.slots} resident blocks of {lds_bytes} bytes of "
                 f"LDS: {function.slots * lds_stride} with their guards, of {_MACHINE.lds_bytes}"
             )
-        request = _Request(
+        request = Request(
             stack_bytes=STACK_BYTES,
             lds=_MACHINE.lds,
             guard=GUARD,
@@ -242,6 +227,13 @@ class CpuBackend:
                     f"(kernel {function.entry_point}, block {request.fault_block})"
                 )
             self._check_guards(function.entry_point)
+
+    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+        """See :class:`rmsnorm_raw.backends.Backend`."""
+        function, grid, block, _, lds_bytes, _, early = opened
+        return lambda stream, addresses: self.launch(
+            function, grid, block, opened.filled(addresses), lds_bytes, stream, early
+        )
 
     def _require_geometry(self, entry_point: str, grid: int, block: int, lds_bytes: int) -> None:
         wave, most_lds = self.device.wave, self.device.lds_bytes

@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 
 class _LaunchAttribute(ctypes.Structure):
@@ -31,6 +28,7 @@ class _LaunchConfig(ctypes.Structure):
 
 #: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
 _EARLY = _LaunchAttribute(6, 0, (ctypes.c_uint64 * 8)(1))
+_ATTRIBUTES = ctypes.pointer(_EARLY)
 
 
 @functools.cache
@@ -39,7 +37,7 @@ def _library() -> Any:
 
 
 def launch_early(
-    function: int, grid: int, block: int, args: Sequence[np.generic], lds_bytes: int, stream: int
+    function: int, grid: int, block: int, table: int, lds_bytes: int, stream: int
 ) -> int:
     """Enqueue a launch that may start while the one before it ends; returns the driver's status.
 
@@ -49,14 +47,9 @@ def launch_early(
 
     Args:
         function: a CUfunction.
+        table: the address of the arguments' addresses.
     """
-    cells = (ctypes.c_uint64 * len(args))()
-    for at, arg in enumerate(args):
-        cells[at] = int.from_bytes(arg.tobytes(), "little")
-    first = ctypes.addressof(cells)
-    pointers = (ctypes.c_void_p * len(args))(*range(first, first + 8 * len(args), 8))
-    config = _LaunchConfig(
-        grid, 1, 1, block, 1, 1, lds_bytes, stream, ctypes.pointer(_EARLY), 1
-    )  # fmt: skip
+    config = _LaunchConfig(grid, 1, 1, block, 1, 1, lds_bytes, stream, _ATTRIBUTES, 1)
     launch = _library().cuLaunchKernelEx
-    return int(launch(ctypes.byref(config), ctypes.c_void_p(function), pointers, None))
+    given = (ctypes.c_void_p(function), ctypes.c_void_p(table))
+    return int(launch(ctypes.byref(config), *given, None))

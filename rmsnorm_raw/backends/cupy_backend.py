@@ -1,8 +1,7 @@
 """GPU backends: ``rocm`` and ``cuda``, both through CuPy's RawModule.
 
 Which one a machine offers is CuPy's build (``runtime.is_hip``), never a device's capability number:
-gfx942 reports 9.x and has been taken for an H100. What the driver says of a device becomes a
-DeviceSpec in pure functions, :func:`device_spec` and :func:`kfd_cache_bytes`.
+gfx942 reports 9.x and has been taken for an H100.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ import contextlib
 import functools
 import importlib.util
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rmsnorm_raw.backends import Code, Resources, Toolchain, nvrtc_assembly
 from rmsnorm_raw.backends.cuda_driver import launch_early
+from rmsnorm_raw.backends.driver_facts import device_spec
 from rmsnorm_raw.backends.offline import compile_offline
-from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN, DeviceSpec
+from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch, PreparedLaunch
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source
 
@@ -28,12 +27,7 @@ INSTALL = {
     "rocm": "pip install 'rmsnorm-raw[rocm]' (it needs the ROCm 7.0 SDK, hipcc included)",
     "cuda": "pip install 'rmsnorm-raw[cuda13]' (or cuda12, by the driver's CUDA version)",
 }
-WAVE = {"rocm": 64, "cuda": 32}
-#: 4 SIMDs of 512 registers for each of 64 lanes (AMD's CDNA 3 and CDNA 4 ISA guides); HIP does not
-#: report regsPerMultiprocessor
-AMD_REGISTER_FILE = 4 * 512 * 64
 HIP_ERROR_INVALID_VALUE = 1
-KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def why_unavailable(name: str) -> str | None:
@@ -77,115 +71,6 @@ def backend_of_device(name: str, index: int) -> CupyBackend:
     if reason is not None:
         raise BackendUnavailable(reason)
     return CupyBackend(name, index)
-
-
-def device_spec(
-    properties: Mapping[str, Any], backend: str, kfd_nodes: Path = KFD_NODES
-) -> DeviceSpec:
-    """A DeviceSpec from what the runtime's getDeviceProperties says; no key is taken for granted.
-
-    On HIP sharedMemPerBlockOptin and regsPerMultiprocessor are absent and l2CacheSize is one XCD's
-    4 MiB; the cache in front of memory then comes from KFD, with a floor known by architecture.
-
-    Args:
-        properties: names, as bytes or str, and numbers by CUDA's field names.
-        backend: "rocm" or "cuda".
-        kfd_nodes: the kernel driver's topology folder.
-
-    Raises:
-        BackendUnavailable: a fact without a substitute is missing, or the wave width is not the one
-            that the kernels are compiled for.
-    """
-    amd = backend == "rocm"
-    name = _text(properties.get("name", b"unnamed device"))
-    if amd:
-        arch = _text(properties.get("gcnArchName", b"")).partition(":")[0]
-        if not arch:
-            raise BackendUnavailable(f"{name}: the driver does not report gcnArchName")
-    else:
-        arch = f"sm_{properties.get('major', 0)}{properties.get('minor', 0)}"
-    wave = properties.get("warpSize")
-    if wave != WAVE[backend]:
-        raise BackendUnavailable(
-            f"{name} ({arch}) has waves of {wave} lanes and the {backend} kernels are written for "
-            f"{WAVE[backend]}: use another device, or backend='cpu'"
-        )
-    known = KNOWN.get(arch)
-
-    def fact(key: str, substitute: int) -> int:
-        value = int(properties.get(key) or substitute)
-        if value <= 0:
-            raise BackendUnavailable(f"{name} ({arch}): the driver does not report {key}")
-        return value
-
-    if amd:
-        lds_bytes = fact("sharedMemPerBlock", known.lds_bytes if known else 0)
-        register_file = AMD_REGISTER_FILE
-    else:
-        lds_bytes = fact("sharedMemPerBlockOptin", properties.get("sharedMemPerBlock", 0))
-        register_file = fact("regsPerMultiprocessor", properties.get("regsPerBlock", 0))
-    cache_bytes, cache_source = _last_level_cache(properties, arch, kfd_nodes if amd else None)
-    return DeviceSpec(
-        name=name,
-        arch=arch,
-        dialect="amd" if amd else "cuda",
-        wave=wave,
-        compute_units=fact("multiProcessorCount", known.compute_units if known else 0),
-        lds_bytes=lds_bytes,
-        register_file=register_file,
-        last_level_cache_bytes=cache_bytes,
-        last_level_cache_source=cache_source,
-        memory_bytes=int(properties.get("totalGlobalMem") or 0),
-    )
-
-
-def _last_level_cache(
-    properties: Mapping[str, Any], arch: str, kfd_nodes: Path | None
-) -> tuple[int, str]:
-    candidates = [(int(properties.get("l2CacheSize") or 0), "l2CacheSize of the driver")]
-    if kfd_nodes is not None:
-        candidates.append((kfd_cache_bytes(arch, kfd_nodes), "level 3 in the KFD topology"))
-    if arch.startswith(("gfx94", "gfx95")):
-        floor = f"floor known for {arch}: the Infinity Cache"
-        candidates.append((INFINITY_CACHE_BYTES, floor))
-    return max(candidates, key=lambda candidate: candidate[0])
-
-
-def kfd_cache_bytes(arch: str, nodes: Path = KFD_NODES) -> int:
-    """Bytes of the largest level 3 cache that KFD lists for a GPU of an architecture; 0 for none.
-
-    A node's ``gfx_target_version`` is major * 10000 + minor * 100 + step (gfx950: 90500); CPU nodes
-    have 0 there. A cache's ``size`` is in KiB (kfd_topology.c of the Linux kernel).
-    """
-    target = _gfx_target_version(arch)
-    largest = 0
-    for node in sorted(nodes.glob("*/properties")):
-        if target and _kfd_numbers(node).get("gfx_target_version") == target:
-            for cache in node.parent.glob("caches/*/properties"):
-                numbers = _kfd_numbers(cache)
-                if numbers.get("level") == 3:
-                    largest = max(largest, numbers.get("size", 0) * 1024)
-    return largest
-
-
-def _gfx_target_version(arch: str) -> int:
-    digits = arch.removeprefix("gfx")
-    if not digits[:-2].isdigit():
-        return 0
-    return int(digits[:-2]) * 10000 + int(digits[-2], 16) * 100 + int(digits[-1], 16)
-
-
-def _kfd_numbers(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:  # the kernel hides the GPUs that a container was not given
-        return {}
-    pairs = (line.split() for line in lines)
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _first_line(error: Exception) -> str:
@@ -315,22 +200,40 @@ class CupyBackend:
         Raises:
             LaunchError: the driver refused it, or an earlier kernel failed.
         """
-        guard = contextlib.nullcontext() if self._is_current() else self._current()
-        try:
-            with guard:
+        current = self._runtime.getDevice() == self.index
+        with contextlib.nullcontext() if current else self._current():
+            self.prepare(OpenLaunch(function, grid, block, args, lds_bytes, (), early))(stream, ())
+
+    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+        """See :class:`rmsnorm_raw.backends.Backend`; calls go to the driver, past CuPy's launch."""
+        function, grid, block, args, lds_bytes, pointers, early = opened
+        driver, handle = self._cupy.cuda.driver, function.ptr
+        own = Arguments(args, self._enter)
+
+        def run(stream: int, addresses: Sequence[int]) -> None:
+            words, table = own.words, own.table
+            for index, which, offset in pointers:
+                words[index] = addresses[which] + offset
+            try:
                 if early:
-                    status = launch_early(function.ptr, grid, block, args, lds_bytes, stream)
-                    self._cupy.cuda.driver.check_status(status)
+                    driver.check_status(launch_early(handle, grid, block, table, lds_bytes, stream))
                 else:
-                    where = RawStream(stream)
-                    function((grid,), (block,), args, shared_mem=lds_bytes, stream=where)
-        except self._cupy.cuda.driver.CUDADriverError as error:
-            self._clear_last_error()
-            raise LaunchError(
-                f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
-                f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a new "
-                "process helps"
-            ) from error
+                    driver.launchKernel(
+                        handle, grid, 1, 1, block, 1, 1, lds_bytes, stream, table, 0
+                    )
+            except driver.CUDADriverError as error:
+                self._clear_last_error()
+                raise LaunchError(
+                    f"{self.device.name} refused a launch of {grid} blocks of {block} threads with "
+                    f"{lds_bytes} bytes of dynamic LDS: {error}; if a kernel has failed, only a "
+                    "new process helps"
+                ) from error
+
+        return run
+
+    def _enter(self) -> None:
+        with self._current():  # a new thread has no context of a device before it sets it
+            self._runtime.setDevice(self.index)
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:
         """(address, owner) of memory from CuPy's pool, ordered on CuPy's current stream."""
@@ -384,9 +287,6 @@ class CupyBackend:
     def _copy(self, target: int, origin: int, size_bytes: int, kind: int, stream: int) -> None:
         with self._current():
             self._runtime.memcpyAsync(target, origin, size_bytes, kind, stream)
-
-    def _is_current(self) -> bool:
-        return bool(self._runtime.getDevice() == self.index)
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """From a source to a shared object of the simulator: the C++ compilers here, and their cache.
 
-Also what an object says of its kernels: the parameters that each takes, and how they are packed.
+Also what an object says of its kernels, the parameters that each takes and how they are packed, and
+how a launch of one is asked for.
 """
 
 from __future__ import annotations
@@ -228,3 +229,20 @@ def _cpu_flags() -> tuple[str, ...]:
     if platform.machine() != "x86_64" or platform.system() != "Linux":
         return ()
     return ("-mfma",) if " fma " in Path("/proc/cpuinfo").read_text(encoding="utf-8") else ()
+
+
+class Request(ctypes.Structure):
+    """What an object is asked to run: ``rr_sim::Launch`` of simulator.h, field by field."""
+
+    _fields_ = (
+        ("stacks", ctypes.c_void_p),
+        ("stack_bytes", ctypes.c_uint64),
+        ("lds", ctypes.c_void_p),
+        ("guard", ctypes.c_char_p),
+        ("threads", ctypes.c_void_p),
+        ("args", ctypes.c_char_p),
+        *((name, ctypes.c_uint32) for name in ("guard_bytes", "lds_bytes", "grid", "block")),
+        *((name, ctypes.c_uint32) for name in ("lds_stride", "scattered", "land_late", "early")),
+        *((name, ctypes.c_uint32) for name in ("fault_line", "fault_block")),
+        ("fault", ctypes.c_char * 256),
+    )

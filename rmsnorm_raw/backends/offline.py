@@ -106,7 +106,7 @@ class OfflineBackend:
             "or with backend='cpu' for the simulator"
         )
 
-    launch = allocate = copy = fill = to_host = from_host = refuse
+    launch = prepare = allocate = copy = fill = to_host = from_host = refuse
     synchronize = record = elapsed_us = refuse
 
 

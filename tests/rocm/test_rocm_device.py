@@ -15,7 +15,7 @@ from gfx950_stand_in import FOLDER, require_stand_in
 
 import rmsnorm_raw as rr
 from rmsnorm_raw.backends import Backend, available, get_backend
-from rmsnorm_raw.backends.cupy_backend import device_spec
+from rmsnorm_raw.backends.driver_facts import device_spec
 from rmsnorm_raw.backends.offline import compile_offline
 from rmsnorm_raw.device import INFINITY_CACHE_BYTES, KNOWN
 from rmsnorm_raw.ladder import default_config

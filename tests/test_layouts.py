@@ -1,0 +1,141 @@
+"""Layouts of torch tensors, by what torch says of them; the kernels are the simulator's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rmsnorm_raw import layouts, ops
+from rmsnorm_raw.config import Config
+from rmsnorm_raw.launch import TENSORS
+from rmsnorm_raw.problem import Problem
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+CPU = torch.device("cpu")
+
+
+def kind(*shape: int, dtype: Any = torch.float32) -> tuple[Any, ...]:
+    return torch.Size(shape), dtype, CPU
+
+
+def layout(strides: Sequence[int], *shape: int, dtype: Any = torch.float32) -> tuple[Any, ...]:
+    return *kind(*shape, dtype=dtype), tuple(strides)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """The problems that :func:`ops.prepare` is asked for, with the alignment found."""
+    seen: list[Problem] = []
+    prepare = ops.prepare
+
+    def spy(problem: Problem, *rest: Any) -> Any:
+        ready = prepare(problem, *rest)
+        seen.append(ready.problem)
+        return ready
+
+    monkeypatch.setattr(ops, "prepare", spy)
+    for cache in (layouts.forward, layouts.backward):
+        cache.cache_clear()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("x", "low", "weight_low", "alignment"),
+    [
+        (layout((64, 1), 3, 64), 0, 0, 16),
+        (layout((64, 1), 3, 64), 4, 0, 4),
+        (layout((66, 1), 3, 64), 0, 0, 8),
+        (layout((64, 1), 3, 64), 0, 8, 8),
+        (layout((64, 1), 3, 64, dtype=torch.bfloat16), 0, 8, 4),
+        (layout((67, 1), 3, 64, dtype=torch.bfloat16), 0, 0, 2),
+    ],
+)
+def test_alignment_is_of_addresses_and_strides(
+    prepared: list[Problem], x: Any, low: int, weight_low: int, alignment: int
+) -> None:
+    assert layouts.forward(x, kind(64), low, weight_low, 1e-6, True) is not None
+    assert prepared[0].alignment == alignment
+    dense = layout((64, 1), 3, 64, dtype=x[1])
+    for dout, a in ((x, dense), (dense, x)):
+        layouts.backward(dout, a, kind(64), kind(3), low, weight_low, True, True)
+        assert prepared[-1].alignment == alignment
+
+
+def test_what_must_be_copied(prepared: list[Problem]) -> None:
+    strided, dense = layout((128, 2), 3, 64), layout((64, 1), 3, 64)
+    assert layouts.forward(strided, None, 0, 0, 1e-6, True) is None
+    assert layouts.backward(strided, dense, None, kind(3), 0, 0, True, False) is None
+    assert layouts.backward(dense, strided, None, kind(3), 0, 0, True, False) is None
+    assert prepared == []
+
+
+def test_nothing_is_prepared_for_no_elements(prepared: list[Problem]) -> None:
+    for shape in ((0, 64), (3, 0)):
+        x, weight = layout((shape[1], 1), *shape), kind(shape[1])
+        assert layouts.forward(x, weight, 0, 0, 1e-6, True) == layouts.Prepared()
+        found = layouts.backward(x, x, weight, kind(shape[0]), 0, 0, True, True)
+        assert found == layouts.Prepared()
+    assert prepared == []
+
+
+def test_layouts_are_forgotten_in_the_end() -> None:
+    assert layouts.forward.cache_info().maxsize == layouts.KEPT
+    assert layouts.backward.cache_info().maxsize == layouts.KEPT
+
+
+CONFIGS = [
+    ("forward", "b128-t1024-v16-reg"),  # eight blocks a row: words in the workspace
+    ("forward", "b64-v16-pp-p1"),
+    ("forward", "b64-v16-2p"),
+    ("backward", "b64-v16-pp-p2"),
+    ("backward", "b64-v16-lds2-p1-fl"),  # a counter
+    ("backward", "b64-v16-2p-p1"),
+]
+
+
+@pytest.mark.parametrize(("op", "slug"), CONFIGS)
+def test_prepared_launches_do_what_a_plan_does(
+    monkeypatch: pytest.MonkeyPatch, op: Any, slug: str
+) -> None:
+    """The same bits as the array operations, on other memory each time, scratch full of NaN."""
+    config, prepare = Config.parse(slug), ops.prepare
+
+    def with_config(problem: Problem, alignment: int, _: None, where: Any) -> Any:
+        return prepare(problem, alignment, config, where)
+
+    monkeypatch.setattr(ops, "prepare", with_config)
+    for cache in (layouts.forward, layouts.backward):
+        cache.cache_clear()
+    rows, cols = 9, 8192 if "t1024" in slug else 512
+    dense = layout((cols, 1), rows, cols)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        tensors = {
+            **{name: torch.randn(rows, cols) for name in ("x", "dout")},
+            **{name: torch.full((rows, cols), torch.nan) for name in ("y", "dx")},
+            "weight": torch.randn(cols),
+            "dweight": torch.full((cols,), torch.nan),
+            "counter": torch.zeros(1),
+        }
+        x, weight = tensors["x"], tensors["weight"]
+        tensors["rstd"] = torch.rsqrt(x.square().mean(-1) + 1e-6)
+        if op == "forward":
+            want = ops.rmsnorm_fwd(x, weight, config=config)
+            tensors["rstd"] = torch.full((rows,), torch.nan)
+            found = layouts.forward(dense, kind(cols), 0, 0, 1e-6, True)
+        else:
+            want = ops.rmsnorm_bwd(tensors["dout"], x, weight, tensors["rstd"], config=config)
+            found = layouts.backward(dense, dense, kind(cols), kind(rows), 0, 0, True, True)
+        assert found is not None
+        assert found.counter == slug.endswith("fl")
+        tensors["workspace"] = torch.full((found.workspace + 1,), torch.nan)
+        for launch in found.launches:
+            launch(0, [tensors[name].data_ptr() for name in TENSORS[op]])
+        for name, expected in want._asdict().items():
+            assert torch.equal(tensors[name], expected), name
+        assert tensors["counter"].item() == 0
+    for cache in (layouts.forward, layouts.backward):
+        cache.cache_clear()
