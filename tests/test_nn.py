@@ -263,7 +263,7 @@ def test_shapes_that_change_leave_no_memory_behind(
     simulator: list[Problem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Far more shapes than are kept: what is forgotten is freed."""
-    forward = layouts.functools.lru_cache(maxsize=8)(layouts.forward.__wrapped__)
+    forward = functools.lru_cache(maxsize=8)(layouts.forward.__wrapped__)
     monkeypatch.setattr(layouts, "forward", forward)
     make = cases.maker(torch.float32, "cpu")
     rows = itertools.cycle(range(1, 25))

@@ -108,7 +108,8 @@ constexpr u32 BULK = MAX_BLOCK;
 static Queue queues[MAX_BLOCK + 1];
 
 static __forceinline__ void require_waited(u32 line) {
-  if (!running->waited) fail(line, "memory is used while the launch before this one may still be running");
+  if (!running->waited)
+    fail(line, "thread %u uses memory while the launch before this one may still be running", threadIdx.x);
 }
 static __forceinline__ void load(void* to, const void* from, u32 bytes, u32 line) {
   require_waited(line);
