@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rmsnorm_raw import layouts, ops
+from rmsnorm_raw import layouts, ops, ready
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.launch import TENSORS
 from rmsnorm_raw.problem import Problem
@@ -27,16 +27,16 @@ def layout(strides: Sequence[int], *shape: int, dtype: Any = torch.float32) -> t
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """The problems that :func:`ops.prepare` is asked for, with the alignment found."""
+    """The problems that :func:`ready.prepare` is asked for, with the alignment found."""
     seen: list[Problem] = []
-    prepare = ops.prepare
+    prepare = ready.prepare
 
     def spy(problem: Problem, *rest: Any) -> Any:
-        ready = prepare(problem, *rest)
-        seen.append(ready.problem)
-        return ready
+        made = prepare(problem, *rest)
+        seen.append(made.problem)
+        return made
 
-    monkeypatch.setattr(ops, "prepare", spy)
+    monkeypatch.setattr(ready, "prepare", spy)
     for cache in (layouts.forward, layouts.backward):
         cache.cache_clear()
     return seen
@@ -101,12 +101,12 @@ def test_prepared_launches_do_what_a_plan_does(
     monkeypatch: pytest.MonkeyPatch, op: Any, slug: str
 ) -> None:
     """The same bits as the array operations, on other memory each time, scratch full of NaN."""
-    config, prepare = Config.parse(slug), ops.prepare
+    config, prepare = Config.parse(slug), ready.prepare
 
     def with_config(problem: Problem, alignment: int, _: None, where: Any) -> Any:
         return prepare(problem, alignment, config, where)
 
-    monkeypatch.setattr(ops, "prepare", with_config)
+    monkeypatch.setattr(ready, "prepare", with_config)
     for cache in (layouts.forward, layouts.backward):
         cache.cache_clear()
     rows, cols = 9, 8192 if "t1024" in slug else 512
