@@ -94,17 +94,21 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         return rms_norm(x.flatten(-dims), None, self.eps).view(x.shape)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+# names of this module: an attribute of torch costs a call on the host 0.1 us
+_is_compiling = torch.compiler.is_compiling
+_count_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def _is_eager(x: Any, weight: Any) -> bool:
     """Whether the tensors have memory of their own, and nobody is to see operations go by."""
     return not (
-        torch.compiler.is_compiling()
+        _is_compiling()
         or type(x) not in _PLAIN
-        or (weight is not None and type(weight) not in _PLAIN)
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or type(weight) not in _PLAIN
+        or _count_modes()
+        or _transforms()
         or not (x.is_cuda or x.is_cpu)
         or x.is_neg()  # the dispatcher resolves it
     )
@@ -145,9 +149,10 @@ def _forward(x: Any, weight: Any, eps: float, store_rstd: bool) -> tuple[Any, An
         return _formula_forward(x, weight, eps)
     weight, weight_address = _dense(weight)
     address = x.data_ptr()
-    prepared = layouts.forward(
-        _layout(x), _kind(weight), address % 16, weight_address % 16, eps, store_rstd
-    )
+    layout = x.shape, x.dtype, x.device, x.stride()
+    kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
+    low, weight_low = address & 15, weight_address & 15
+    prepared = layouts.forward(layout, kind, low, weight_low, eps, store_rstd)
     if prepared is None:
         return _forward(x.contiguous(), weight, eps, store_rstd)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -200,7 +205,7 @@ def _launch(prepared: layouts.Prepared, x: Any, addresses: tuple[int, ...]) -> N
     """
     device, stream, scratch_address, counter_address = x.device, 0, 0, 0
     if x.is_cuda:
-        if device.index != torch.cuda.current_device():
+        if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return _launch(prepared, x, addresses)
         stream = torch._C._cuda_getCurrentRawStream(device.index)

@@ -1,8 +1,9 @@
 """Searches of many problems, and ablations: what ``rmsnorm-raw tune`` runs, and its files.
 
 ``environment.json`` is written before the first search and again at the end, each row of
-``tune.csv`` as its search ends. A problem that has a record is not searched again, so a run that
-was interrupted goes on where it stopped.
+``tune.csv`` as its search ends, and at last ``<arch>.json``: the records that apply, as
+``known_best`` has them. A problem that has a record is not searched again, so a run that was
+interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rmsnorm_raw import ablation, environment, tuner
+from rmsnorm_raw import ablation, environment, store, tuner
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.errors import RmsnormRawError
 from rmsnorm_raw.lab import Steps
@@ -98,6 +99,8 @@ def tune_all(
             if decisions and decisions[-1].interrupted:
                 break
     environment.write(out_dir / "environment.json", facts | {"summary": summary(rows)})
+    if not backend.device.simulated:
+        store.export(store.applying(backend).items(), out_dir / f"{backend.device.arch}.json")
     return rows, decisions
 
 
