@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from rmsnorm_raw.backends import nvrtc_assembly
 from rmsnorm_raw.backends.nvrtc_assembly import NO_SASS, assembly
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
-from rmsnorm_raw.errors import BackendUnavailable, CompileError
+from rmsnorm_raw.errors import CompileError
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 
@@ -68,19 +69,19 @@ def nvdisasm(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None
     tool = folder / "nvdisasm"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setattr(nvrtc_assembly, "nvdisasm", lambda: [str(folder / "nvdisasm")])
 
 
 def test_ptx_says_that_it_is_not_sass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc_assembly, "nvdisasm", lambda: None)
+    monkeypatch.setattr(nvrtc_assembly, "nvdisasm", lambda: [])
     text = assembly(SOURCE, "sm_90", Nvrtc())
-    assert text.startswith(NO_SASS)
+    assert text.startswith(NO_SASS.format(why="there is no nvdisasm"))
     assert text.count(".visible .entry") == len(SOURCE.entry_points)
     assert ".target sm_90" in text
     assert "cp.async.bulk" in text
 
 
-def test_a_disassembler_on_path_is_given_the_code_object(
+def test_a_disassembler_is_given_the_code_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvdisasm(tmp_path, '[ "$1" = --print-code ] && head -c 4 "$2" | tail -c 3', monkeypatch)
@@ -91,12 +92,13 @@ def test_a_disassembler_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvdisasm(tmp_path, "echo too old >&2; exit 3", monkeypatch)
-    with pytest.raises(BackendUnavailable, match=r"nvdisasm fails \(too old\).*to see PTX"):
-        assembly(SOURCE, "sm_90", Nvrtc())
+    text = assembly(SOURCE, "sm_90", Nvrtc())
+    assert re.match(r"// PTX, .*nvdisasm fails \(too old\)", text)
+    assert ".visible .entry" in text
 
 
 def test_sass_of_the_wheels_disassembler() -> None:
-    if nvrtc_assembly.nvdisasm() is None:
+    if not nvrtc_assembly.nvdisasm():
         pytest.skip("there is no nvdisasm: pip install nvidia-cuda-nvdisasm")
     text = assembly(SOURCE, "sm_90", Nvrtc())
     for entry_point in SOURCE.entry_points:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_gpu import VirtualGpu
 
-from rmsnorm_raw import ladder, source, space, store
+from rmsnorm_raw import ladder, records, source, space, store
 from rmsnorm_raw.backends import Toolchain
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
@@ -24,6 +24,7 @@ from rmsnorm_raw.kernels import forward, pace
 from rmsnorm_raw.problem import MAX_ROWS, Problem
 from rmsnorm_raw.records import Key, Record, document
 from rmsnorm_raw.store import StoreWarning, key, lookup, resolve, save
+from rmsnorm_raw.study.cells import cells
 
 FORWARD = Problem.forward(1000, 4096, "bf16", weight_dtype="fp32")
 BACKWARD = Problem.backward(1000, 4096, "bf16")
@@ -622,3 +623,22 @@ def test_doctor_counts_the_records_that_apply(cache: Path) -> None:
     assert "0 of 4 apply" in store.check(gpu(cupy="14.2.0")).found
     assert "known best: 1 of 1" in store.check(gpu(cupy="14.2.0")).found
     assert "known best: 0 of 1" in store.check(gpu(cupy="15.0.0")).found
+
+
+# ---- what is shipped -----------------------------------------------------------------------------
+
+
+def test_the_packages_records_are_the_studys_cells_and_fit_them() -> None:
+    data = (Path(store.__file__).parent / "known_best" / "sm_90.json").read_bytes()
+    shipped = records.parse(data)
+    device = KNOWN["sm_90"]
+    named = {(key.op, key.rows_from, key.cols, key.dtype, key.weight_dtype) for key in shipped}
+    assert named == {
+        (p.op, store.bucket(p.rows)[0], p.cols, p.dtype, p.weight_dtype) for p in cells()
+    }
+    for its, record in shipped.items():
+        assert (its.arch, its.compute_units) == ("sm_90", device.compute_units)
+        make = Problem.forward if its.op == "forward" else Problem.backward
+        problem = make(its.rows_from, its.cols, its.dtype, weight_dtype=its.weight_dtype)
+        assert space.reject_reason(problem, device, record.config) is None
+        assert {"cold"} <= record.samples.keys() or record.config.slug in its.ladder
