@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from rmsnorm_raw.backends.flow import find_row_loop, loops
 from rmsnorm_raw.backends.isa import (
     MAX_VMCNT,
     Access,
     Instruction,
     bytes_before_first_wait,
-    find_row_loop,
-    loops,
     replay,
     waits,
 )

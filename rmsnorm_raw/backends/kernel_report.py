@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rmsnorm_raw.backends import Resources
+from rmsnorm_raw.backends.flow import find_row_loop
 from rmsnorm_raw.backends.isa import (
     Instruction,
     Wait,
     bytes_before_first_wait,
-    find_row_loop,
     waits,
 )
 from rmsnorm_raw.device import KNOWN
@@ -29,6 +29,13 @@ VGPR_GRANULE = 8
 SGPRS_OF_EIGHT_WAVES = 100
 #: LDS is given out in these steps (llvm-project#167614 for gfx950)
 LDS_GRANULE_BYTES = {"gfx950": 1280, "gfx942": 512}
+
+
+class Pointer(NamedTuple):
+    """An argument that is an address: its number among the arguments, and its offset in bytes."""
+
+    number: int
+    offset: int
 
 
 class Occupancy(NamedTuple):
@@ -96,6 +103,7 @@ class KernelReport:
         max_flat_workgroup_size: threads of the largest block that may be launched.
         wave: lanes of a wave.
         kernarg_bytes: size of the argument segment, hidden arguments included.
+        pointers: the arguments that are addresses.
         asm: the instructions in order.
     """
 
@@ -111,6 +119,7 @@ class KernelReport:
     max_flat_workgroup_size: int
     wave: int
     kernarg_bytes: int
+    pointers: tuple[Pointer, ...]
     asm: tuple[Instruction, ...] = field(repr=False)
 
     @classmethod
@@ -134,6 +143,11 @@ class KernelReport:
             max_flat_workgroup_size=int(metadata[".max_flat_workgroup_size"]),
             wave=int(metadata[".wavefront_size"]),
             kernarg_bytes=int(metadata[".kernarg_segment_size"]),
+            pointers=tuple(
+                Pointer(number, int(each[".offset"]))
+                for number, each in enumerate(metadata.get(".args", ()))
+                if each[".value_kind"] == "global_buffer"
+            ),
             asm=tuple(Instruction(*pair) for pair in asm),
         )
 
@@ -158,7 +172,7 @@ class KernelReport:
         return bytes_before_first_wait(body or self.asm, loop=bool(body))
 
     def row_loop(self) -> tuple[Instruction, ...]:
-        """The instructions of :func:`.isa.find_row_loop`; () in a kernel without a row loop."""
+        """The instructions of :func:`.flow.find_row_loop`; () in a kernel without a row loop."""
         return find_row_loop(self.asm)
 
     def row_waits(self) -> tuple[Wait, ...]:
@@ -225,7 +239,7 @@ class KernelReport:
                 f"{self.arch} has {device.lds_bytes} bytes"
             )
         waves_of_block = -(-block // self.wave)
-        by_registers = self._waves_by_registers()
+        by_registers = self.waves_by_registers
         slots = SIMDS * by_registers
         blocks, limit = slots // waves_of_block, "hardware"
         if slots % waves_of_block:
@@ -240,7 +254,9 @@ class KernelReport:
             blocks, limit = -(-grid // device.compute_units), "grid"
         return Occupancy(blocks * waves_of_block / SIMDS, limit)
 
-    def _waves_by_registers(self) -> int:
+    @property
+    def waves_by_registers(self) -> int:
+        """Waves that a SIMD's registers have room for."""
         granules = max(1, -(-self.vgpr // VGPR_GRANULE))
         by_vgpr = VGPRS_PER_SIMD // (granules * VGPR_GRANULE)
         by_sgpr = MAX_WAVES_PER_SIMD - (self.sgpr > SGPRS_OF_EIGHT_WAVES)

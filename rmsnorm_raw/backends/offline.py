@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import os
 import select
@@ -61,6 +62,15 @@ class OfflineCode(Code):
     def kernels(self) -> dict[str, KernelReport]:
         """A report of each entry point."""
         return self.functions
+
+    @property
+    def code_digest(self) -> str:
+        """SHA-256 of the instructions of all entry points, as hex; metadata is left out."""
+        lines = itertools.chain.from_iterable(
+            (name, *(f"{one.offset} {one.text}" for one in kernel.asm))
+            for name, kernel in sorted(self.kernels.items())
+        )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class OfflineBackend:
