@@ -180,7 +180,10 @@ def inspect(
         ],
     }
     if isinstance(kernel, workbench.OfflineKernel):
+        faults = kernel.faults
         facts["compiler"] = f"hiprtc of ROCm {kernel.release}"
+        facts["static_gate"] = f"{len(faults)} faults" if faults else "passed"
+        lists |= {"faults": [{"fault": fault} for fault in faults]} if faults else {}
         lists |= _machine_code(kernel.resources)
     lists["defines"] = [{"name": name, "value": value} for name, value in kernel.source.defines]
     if as_json:
@@ -209,6 +212,9 @@ def _counts(taken: Resources) -> dict[str, object]:
 
 def _machine_code(resources: Mapping[str, LaunchReport]) -> dict[str, list[dict[str, object]]]:
     return {
+        "in_flight": [
+            {"entry_point": name, "in_flight": each.in_flight} for name, each in resources.items()
+        ],
         "waits": [
             {
                 "entry_point": name,

@@ -175,7 +175,7 @@ def find_row_loop(instructions: Sequence[Instruction]) -> tuple[Instruction, ...
 
 
 def _row_loop(blocks: Mapping[int, Block]) -> list[int]:
-    bodies = {
+    bodies: dict[tuple[int, ...], list[Instruction]] = {
         tuple(body): [one for each in body for one in blocks[each].instructions]
         for body in natural_loops(blocks)
     }
@@ -184,12 +184,17 @@ def _row_loop(blocks: Mapping[int, Block]) -> list[int]:
         for body, instructions in bodies.items()
         if any(load_bytes(each) and not each.agent_scope for each in instructions)
     ]
-    inner = [body for body in loading if not any(set(one) < set(body) for one in loading)]
+    inner: list[tuple[int, ...]] = [
+        body for body in loading if not any(set(one) < set(body) for one in loading)
+    ]
 
     def rank(body: tuple[int, ...]) -> tuple[bool, int]:
         return any(map(is_store, bodies[body])), sum(map(load_bytes, bodies[body]))
 
-    return list(max(inner, key=rank, default=()))
+    if not inner:
+        return []
+    best = max(inner, key=rank)
+    return list(best)
 
 
 class RowPath(NamedTuple):
@@ -234,7 +239,8 @@ def row_path(
         for one in blocks[each].instructions
         if one.access and one.offset not in surely
     }
-    before, after = [], []
+    before: list[int] = []
+    after: list[int] = []
     for each in order:
         if each not in body:
             leads_in = _goes(each, body[0], blocks, without=(), lanes_off=True)

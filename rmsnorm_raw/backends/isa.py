@@ -29,6 +29,8 @@ _NO_RESULT = re.compile(
 )
 # a second result: the carry, or the flag of a division
 _TWO_RESULTS = re.compile(r"v_(add|sub|subrev|addc|subb|subbrev)_co_|v_mad_[ui]64|v_div_scale")
+# 64 bits, of which the lower half of the result comes of the lower halves alone
+_CARRIES_UP = re.compile(r"v_mad_[ui]64|v_lshl_add_u64|[vs]_(lshl|lshlrev|mov)_b64|s_mul_u64")
 # both operands change
 _SWAP = re.compile(r"v_(swap|permlane\w*_swap)")
 # the result is also read: lanes that are not written keep it, or it is added to
@@ -139,11 +141,13 @@ class Operands(NamedTuple):
         results: what it writes.
         sources: what it reads.
         address: those that an address in memory is made of; () where it goes to none.
+        lower: what the first result is made of, where that is less than ``sources``.
     """
 
     results: tuple[str, ...]
     sources: tuple[str, ...]
     address: tuple[str, ...] = ()
+    lower: tuple[str, ...] | None = None
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -171,7 +175,9 @@ def operands(text: str) -> Operands:
         return Operands(_joined(listed[:2]), _joined(listed[:2]))
     count = 2 if _TWO_RESULTS.match(mnemonic) else 1
     sources = listed if _KEEPS.match(mnemonic) else listed[count:]
-    return Operands(_joined(listed[:count]), _joined(sources))
+    carries = _CARRIES_UP.match(mnemonic) is not None
+    lower = _joined(part[:1] for part in sources) if carries else None
+    return Operands(_joined(listed[:count]), _joined(sources), lower=lower)
 
 
 def _registers(text: str) -> tuple[str, ...]:

@@ -31,6 +31,12 @@ SGPRS_OF_EIGHT_WAVES = 100
 LDS_GRANULE_BYTES = {"gfx950": 1280, "gfx942": 512}
 
 
+#: of a CU's loads, what its lanes should have asked for when the first of them has to wait: at 1 us
+#: of latency 6.7 TB/s (the best write probe published for MI355X) over 256 CUs take 26 KiB, and
+#: nearly twice as much leaves room for latency under load
+CU_BYTES_WANTED = 48 * 1024
+
+
 class Pointer(NamedTuple):
     """An argument that is an address: its number among the arguments, and its offset in bytes."""
 
@@ -84,6 +90,20 @@ class LaunchReport(Resources):
     cu_bytes_before_first_wait: int
     mix: dict[str, int] = field(repr=False)
     waits: tuple[Wait, ...] = field(repr=False)
+
+    @property
+    def keeps_memory_busy(self) -> bool:
+        """Whether a CU has asked for :data:`CU_BYTES_WANTED` or more when a load is waited for."""
+        return self.cu_bytes_before_first_wait >= CU_BYTES_WANTED
+
+    @property
+    def in_flight(self) -> str:
+        """How ``cu_bytes_before_first_wait`` comes about, and what is wanted."""
+        return (
+            f"{self.waves_per_simd:g} waves per SIMD x 256 lanes x {self.bytes_before_first_wait} "
+            f"bytes a lane = {self.cu_bytes_before_first_wait / 1024:g} KiB a CU before the first "
+            f"wait that needs them ({CU_BYTES_WANTED // 1024} KiB keep memory busy)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from rmsnorm_raw.backends import Code, Resources
 from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.rocm_libraries import (
     FETCH,
+    VARIABLE,
     WHEELS,
     find_libraries,
     require_libraries,
@@ -76,19 +77,20 @@ class OfflineCode(Code):
 class OfflineBackend:
     """The backend of a device that is not here: it compiles, and can do nothing else."""
 
-    def __init__(self, arch: str) -> None:
-        """Compile for ``arch``, one of :data:`ARCHITECTURES`.
+    def __init__(self, arch: str, libraries: Path | None = None) -> None:
+        """Compile for ``arch``, one of :data:`ARCHITECTURES`; see :func:`compile_offline`.
 
         Raises:
             InvalidInput: another architecture.
         """
         _require_architecture(arch)
+        self.libraries = libraries
         self.name = f"{arch} (no device)"
         self.device = KNOWN[arch]
 
     def compile(self, source: Source) -> OfflineCode:
         """See :func:`compile_offline`."""
-        return compile_offline(source, self.device.arch)
+        return compile_offline(source, self.device.arch, libraries=self.libraries)
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises BackendUnavailable, whatever is asked for."""
@@ -272,8 +274,9 @@ class _Child:
         raise _ChildEnded(
             f"died with {signal.Signals(-code).name}" if code < 0 else f"exited with {code}",
             log or "(it wrote no log)",
-            "simplify the source, use another config, or try another ROCm release: "
-            f"{' or '.join(WHEELS)} can be fetched",
+            "simplify the source, use another config, or try another ROCm release: fetch "
+            f"{' or '.join(WHEELS)} with the command below, and name the folder that it prints in "
+            f"{VARIABLE}\n  {FETCH}",
         )
 
 

@@ -1,13 +1,13 @@
-"""Whether rows really travel while others are worked on: the row loop's memory operations, replayed.
+"""Whether rows really travel while others are worked on: a row loop's memory operations, replayed.
 
 A wave's loads, copies to LDS and stores retire in order, and ``s_waitcnt vmcnt(N)`` lets the N
-youngest stay in flight. So the instructions of a kernel, in the order in which a wave runs them, say
-at each of them which rows have come. A ring can be wrong here (a stage is read before its row has
-come) or inert (right, and yet every row is waited for before the next is worked on): neither shows
-in a result that was lucky, nor in a time that has nothing to compare with.
+youngest stay in flight. So the instructions of a kernel, in the order in which a wave runs them,
+say at each of them which rows have come. A ring can be wrong here (a stage is read before its row
+has come) or inert (right, and yet every row is waited for before the next is worked on): neither
+shows in a result that was lucky, nor in a time that has nothing to compare with.
 
-The number of a row is counted, not guessed: a row has a fixed number of copies, loads and reads, and
-they are issued in the order of rows.
+The number of a row is counted, not guessed: a row has a fixed number of copies, loads and reads,
+and they are issued in the order of rows.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _replay_ring(kernel: KernelReport, ring: Ring, all_runs: bool) -> Iterable[s
     # of the rows that are worked on, how many are before the loop
     peeled = made[0] // ring.copies - (ring.stages - 1)
     if peeled < 0 or made[0] % ring.copies or made[1:] != [ring.copies, ring.copies]:
-        yield f"copies before the row loop and in it: {made[0]} and {made[2]}, of {ring.copies} a row"
+        yield f"{made[0]} copies before the row loop and {made[2]} in it, of {ring.copies} a row"
         return
     queue, reads, copied, reading = _Queue(), 0, 0, False
     for row_now in range(peeled, 3 * ring.stages + peeled + 1):
@@ -176,7 +176,7 @@ def _replay_pingpong(kernel: KernelReport, row_loads: Collection[int], loads: in
                 if iteration > 0 and left(newest) < loads:
                     yield f"{_at(one)} leaves {left(newest)} of {loads} loads of the youngest row"
                 continue
-            results, sources, _ = operands(one.text)
+            results, sources, *_ = operands(one.text)
             for number in {unused.pop(each) for each in sources if each in unused}:
                 if number in queue.flying:
                     yield f"{_at(one)} uses what is still on its way"

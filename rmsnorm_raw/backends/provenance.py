@@ -52,7 +52,7 @@ def _follow(
     one: Instruction, state: State, pointers: Mapping[int, str], found: dict[int, frozenset[str]]
 ) -> None:
     """Carries the state over one instruction; notes what its address is made of."""
-    results, sources, address = operands(one.text)
+    results, sources, address, lower = operands(one.text)
     reached = NOTHING.union(*(state.get(register, NOTHING) for register in sources))
     if one.access is not None:
         made_of = NOTHING.union(*(state.get(register, NOTHING) for register in address))
@@ -67,8 +67,11 @@ def _follow(
         return
     elif one.mnemonic.startswith("ds_"):
         reached = NOTHING
-    for register in results:
-        state[register] = reached
+    below = reached
+    if lower is not None:
+        below = NOTHING.union(*(state.get(register, NOTHING) for register in lower))
+    for i, register in enumerate(results):
+        state[register] = reached if i else below
 
 
 def _merge(into: State, state: State) -> bool:

@@ -26,7 +26,7 @@ from rmsnorm_raw.device import KNOWN, DeviceSpec
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import FINISH_BLOCK, chunks, elements, grid_programs, lds_bytes
 
-#: the arguments of each kernel, in its order
+#: the arguments of each kernel of ours, in its order
 ARGUMENTS = {
     "rmsnorm_forward": "x x_stride weight y y_stride rstd words rows run_time_cols eps",
     "rmsnorm_forward_clear": "words count",
@@ -68,9 +68,9 @@ def gate(problem: Problem, config: Config, code: OfflineCode) -> list[str]:
 
 
 def _target(code: OfflineCode) -> Iterator[str]:
-    processor = code.code_object[E_FLAGS : E_FLAGS + 1]
-    if processor != bytes((PROCESSOR[code.arch],)):
-        yield f"the code object is not for {code.arch}: its processor is 0x{processor.hex()}"
+    processor = code.code_object[E_FLAGS : E_FLAGS + 1].hex()
+    if processor != f"{PROCESSOR[code.arch]:02x}":
+        yield f"the code object is not for {code.arch}: its processor is 0x{processor}"
     for kernel in code.kernels.values():
         if kernel.wave != KNOWN[code.arch].wave:
             yield f"{kernel.name}: waves of {kernel.wave} lanes, not {KNOWN[code.arch].wave}"
@@ -112,8 +112,11 @@ def tensors(kernel: KernelReport) -> dict[int, str]:
 
     Two of them, as "dweight|partial", where branches that end alike were made one.
     """
-    names = ARGUMENTS[kernel.name].split()
-    by_offset = {f"+{each.offset}": names[each.number] for each in kernel.pointers}
+    names = dict(enumerate(ARGUMENTS.get(kernel.name, "").split()))
+    by_offset = {
+        f"+{each.offset}": names.get(each.number, f"argument {each.number}")
+        for each in kernel.pointers
+    }
     return {
         at: "|".join(sorted(by_offset[each] for each in found))
         for at, found in memory_arguments(kernel).items()
@@ -181,16 +184,14 @@ def _arithmetic(problem: Problem, config: Config, kernel: KernelReport) -> Itera
     bf16 = problem.dtype == "bfloat16"
     each = elements(problem, config)
     packed = kernel.mix["v_cvt_pk_bf16_f32"]
-    # round to nearest even by hand: the bit that decides a tie, and the carry that it makes
-    by_hand = sum(bool(re.match(r"v_bfe_u32 .*, 16, 1$", one.text)) for one in kernel.asm)
-    carries = sum(one.mnemonic == "v_add3_u32" for one in kernel.asm)
     if kernel.arch == "gfx950":
         wanted = rows * -(-each // 2) * bf16
         if packed < wanted:
             yield f"{packed} v_cvt_pk_bf16_f32 for {wanted} pairs of bf16 that are stored"
-        if by_hand:
-            yield f"bf16 is rounded by hand {by_hand} times"
     else:
+        # to nearest even, by hand: the bit that decides a tie, and the carry that it makes
+        by_hand = sum(bool(re.match(r"v_bfe_u32 .*, 16, 1$", one.text)) for one in kernel.asm)
+        carries = sum(one.mnemonic == "v_add3_u32" for one in kernel.asm)
         wanted = rows * each * bf16
         if min(by_hand, carries) < wanted:
             yield f"{min(by_hand, carries)} bf16 are rounded, and {wanted} are stored"
