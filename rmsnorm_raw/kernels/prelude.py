@@ -160,11 +160,13 @@ template <int POLICY, int BYTES> RR_FN void store_words(void* address, const Wor
 #if defined(RR_SIMULATOR)
   rr_sim_store(address, &v, BYTES);
 #elif RR_AMD
+  // clang's own vector here too: it takes a struct apart, and puts fp32 stores of two_pass together
+  // no more (hiprtc 7.0.0 and 7.2.4: four of 4 bytes)
+  typedef typename Native<BYTES>::type T;
   if constexpr (POLICY == POLICY_STREAM) {
-    typedef typename Native<BYTES>::type T;
     __builtin_nontemporal_store(__builtin_bit_cast(T, v), (T*)address);
   } else {
-    *(Words<BYTES>*)address = v;
+    *(T*)address = __builtin_bit_cast(T, v);
   }
 #else
   if constexpr (POLICY == POLICY_DEFAULT) {

@@ -231,14 +231,6 @@ def test_a_knob_that_does_nothing(libraries: Path) -> None:
         assert all("load_policy is inert" in fault for fault in faults)
 
 
-def test_programs_are_the_grids_alone() -> None:
-    both = {Config.parse(f"b256-pp-p{programs}"): "one code" for programs in (1, 2)}
-    assert inert_knobs(BACKWARD, KNOWN["gfx950"], both) == []
-    few = Problem.backward(16, 8192, "bf16")  # 16 rows are 16 blocks, whatever is allowed
-    (fault,) = inert_knobs(few, KNOWN["gfx950"], both)
-    assert fault.startswith("programs is inert")
-
-
 # ---- what is not in the text ---------------------------------------------------------------------
 
 
