@@ -105,7 +105,8 @@ def _held_by_hiprtc(problem: Problem, config: Config) -> int:
         return held + packed
     held += each * (tensors + (weighted and dweight))
     if config.path == "pingpong":  # the next row; a weight stays packed, too
-        held += packed + (each // 2 if weighted and problem.weight_bytes == 2 else 0)
+        held += packed + (max(1, each // 2) if weighted and problem.weight_bytes == 2 else 0)
+        held += config.vec == 2  # 25 chunks of a single bf16 spilled (ROCm 7.2.4, gfx942)
         # stores of a row alone in its block have no condition: the next row is worked on with them
         held += 2 * each * (weighted and dweight and config.rows_per_block == 1)
     return held
@@ -339,7 +340,9 @@ def _reject_registers(problem: Problem, device: DeviceSpec, config: Config) -> s
         resident = max(1, config.waves_per_eu * 4 * device.wave // config.block)
     have = device.registers_per_lane(config.block, resident)
     need = lane_registers(problem, config, device)
-    if need > have:
+    # with none to spare hiprtc spilled: backward 37x16384 fp16 without weight and dW, b1024-t512-pp
+    # (ROCm 7.2.4, gfx942)
+    if need > have - (device.dialect == "amd"):
         return f"about {need} registers a lane, and {resident} x {config.block} lanes leave {have}"
     return None
 

@@ -155,6 +155,14 @@ REFUSED = [
     (WIDE_BACKWARD, GFX950, "b256-pp-p1", "about 304 registers a lane"),
     (WIDE_BACKWARD, GFX950, "b1024-t512-pp-p1", "about 134 registers a lane.* leave 128"),
     (WIDE_BACKWARD, GFX950, "b128-reg-w2-p1", "about 356 registers a lane"),
+    # estimates with none to spare: both spilled
+    (
+        Problem.backward(37, 16384, "fp16", weight_dtype=None),
+        GFX950,
+        "b1024-t512-pp-p1",
+        "about 128 registers a lane.* leave 128",
+    ),
+    (Problem.backward(1, 769, "bf16"), GFX950, "b128-t32-v2-pp-p1", "about 278 registers a lane"),
     (Problem.forward(8, 32768, "fp16"), GFX950, "b256-pp-p2", "about 428 registers a lane"),
     (WIDE_BACKWARD, SM_90, "b64-t8-v16-p1", "registers a lane"),
     (Problem.forward(8, 262144, "fp16"), SM_90, "b1024", "registers a lane"),

@@ -166,11 +166,11 @@ def _row_tensors(problem: Problem, kernel: str) -> Iterable[str]:
     """The matrices that a kernel is about."""
     if kernel == "rmsnorm_forward":
         return ("x", "y")
-    read = ("x", "dout") if problem.need_dx or problem.need_dweight else ("x",)
-    written = ("dx",) if problem.need_dx else ()
-    if kernel == "rmsnorm_backward_rows":
-        return ("x", "dout") if problem.need_dx else ("x",)
-    return (*read, *written) if kernel in ("rmsnorm_backward", "rmsnorm_backward_columns") else ()
+    if kernel in ("rmsnorm_backward", "rmsnorm_backward_columns"):
+        return ("x", "dout", "dx") if problem.need_dx else ("x", "dout")
+    if kernel == "rmsnorm_backward_rows":  # not launched where nothing of a row is to be found
+        return ("x", "dout") if problem.need_dx else () if problem.has_rstd else ("x",)
+    return ()
 
 
 def _arithmetic(problem: Problem, config: Config, kernel: KernelReport) -> Iterator[str]:

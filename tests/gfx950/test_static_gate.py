@@ -206,6 +206,16 @@ def test_the_ladder_keeps_memory_busy(make: type[Problem], libraries: Path) -> N
     assert lanes * in_flight >= CU_BYTES_WANTED
 
 
+def test_a_pingpong_of_dweight_alone_is_not_yet_right(libraries: Path) -> None:
+    """Nobody planted it: without a sum, and so a barrier, hiprtc copies a row at the loop's end."""
+    problem = Problem.backward(32768, 8192, "bf16", need_dx=False)
+    config, code = compiled(problem, "gfx950", libraries)
+    assert config.path == "pingpong"
+    faults = gate(problem, config, code)
+    assert any("loads of the youngest row" in fault for fault in faults)
+    assert all("youngest row" in it or "before the next one" in it for it in faults)
+
+
 def test_every_access_goes_to_one_tensor(libraries: Path) -> None:
     _, code = compiled(backward(8192), "gfx950", libraries, "b512-lds3-p1")
     kernel = code.kernels["rmsnorm_backward"]
