@@ -186,7 +186,10 @@ def inspect(
         ],
     }
     if isinstance(kernel, workbench.OfflineKernel):
+        faults = kernel.faults
         facts["compiler"] = f"hiprtc of ROCm {kernel.release}"
+        facts["static_gate"] = f"{len(faults)} faults" if faults else "passed"
+        lists |= {"faults": [{"fault": fault} for fault in faults]} if faults else {}
         lists |= _machine_code(kernel.resources)
     lists["defines"] = [{"name": name, "value": value} for name, value in kernel.source.defines]
     if as_json:
@@ -217,6 +220,9 @@ def _counts(taken: Resources) -> dict[str, object]:
 
 def _machine_code(resources: Mapping[str, LaunchReport]) -> dict[str, list[dict[str, object]]]:
     return {
+        "in_flight": [
+            {"entry_point": name, "in_flight": each.in_flight} for name, each in resources.items()
+        ],
         "waits": [
             {
                 "entry_point": name,
@@ -316,11 +322,7 @@ def sweep(
     print(f"writing to {out_dir}", file=sys.stderr)
     with console.progress() as step:
         outcome = study.sweep(
-            where,
-            out_dir,
-            rows_cap=rows_cap,
-            budget_s=0.3 if quick else 2.0,
-            progress=step,
+            where, out_dir, rows_cap=rows_cap, budget_s=0.3 if quick else 2.0, progress=step
         )
     console.print_table(*study.printed(outcome.rows))
     print("\n".join(study.summary(outcome)))
@@ -363,9 +365,7 @@ def tune(
 
     if all_cells:
         if ablate or (op, rows, cols) != (None, None, None):
-            raise InvalidInput(
-                "--all is the study's cells: leave out --op, --rows, --cols, --ablate"
-            )
+            raise InvalidInput("--all is 90 cells: leave out --op, --rows, --cols, --ablate")
         problems = cells.cells()
     elif op is None or rows is None or cols is None:
         raise InvalidInput("give --op, --rows and --cols, or --all")

@@ -35,7 +35,7 @@ from rmsnorm_raw import (
     stats,
     store,
 )
-from rmsnorm_raw.backends import Backend, Resources, get_backend
+from rmsnorm_raw.backends import Backend, Resources, get_backend, static_gate
 from rmsnorm_raw.backends.kernel_report import LaunchReport
 from rmsnorm_raw.backends.offline import OfflineCode, offline_backend
 from rmsnorm_raw.config import Config
@@ -263,6 +263,11 @@ class OfflineKernel(Kernel):
             it.entry_point: kernels[it.entry_point].launched(it.grid, it.block, it.lds_bytes)
             for it in self.launches
         }
+
+    @property
+    def faults(self) -> list[str]:
+        """What the static gate finds wrong with the machine code; [] if nothing."""
+        return static_gate.gate(self.problem, self.config, self._code)
 
     @property
     def asm(self) -> str:

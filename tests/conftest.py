@@ -6,6 +6,8 @@ need, their own conftest.py looks for.
 
 from __future__ import annotations
 
+import random
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,27 @@ from rmsnorm_raw.source import Source
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("steady")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("rmsnorm_raw")
+    group.addoption("--sample", type=int, help="of each test, at most so many of its cases")
+    group.addoption("--sample-seed", default="0", help="which ones")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    most = config.getoption("sample")
+    if most is None:
+        return
+    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[str(item.path), getattr(item, "originalname", item.name)].append(item)
+    kept = set()
+    for (_, name), some in cases.items():
+        draw = random.Random(f"{config.getoption('sample_seed')} {name}")
+        kept |= set(draw.sample(some, min(most, len(some))))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 def gpu_name() -> str:
@@ -80,7 +103,9 @@ RING_LOOP = (
 def rocm_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler in the place of AMD's: every kernel takes 64 registers and is RING_LOOP."""
 
-    def compile_offline(source: Source, arch: str) -> offline.OfflineCode:
+    def compile_offline(
+        source: Source, arch: str, *, libraries: Path | None = None
+    ) -> offline.OfflineCode:
         metadata = dict.fromkeys(
             (".agpr_count", ".vgpr_spill_count", ".sgpr_spill_count", ".kernarg_segment_size",
              ".private_segment_fixed_size", ".group_segment_fixed_size"), "0",

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import rmsnorm_raw as rr
 from rmsnorm_raw import backends, cli, launch, store, workbench
-from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.backends import Backend, offline
 from rmsnorm_raw.environment import Check
-from rmsnorm_raw.errors import BackendUnavailable
+from rmsnorm_raw.errors import BackendUnavailable, CompileError
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import sweep as study
 
@@ -231,6 +231,11 @@ def test_inspect_of_an_absent_device_says_what_its_kernels_take() -> None:
         "leaves_in_flight": "1 buffer load to LDS 16 B, 1 global store 16 B",
     }
     assert facts["instructions"][0]["buffer load to LDS 16 B"] == 1
+    assert facts["in_flight"][0]["in_flight"] == taken.in_flight
+    # the stand-in's loop is nobody's kernel
+    assert facts["static_gate"] == f"{len(kernel.faults)} faults"
+    assert [entry["fault"] for entry in facts["faults"]] == kernel.faults
+    assert any("copies before the row loop" in fault for fault in kernel.faults)
 
 
 @pytest.mark.usefixtures("rocm_stand_in")
@@ -254,12 +259,28 @@ def test_inspect_without_amds_compiler_names_the_command_that_fetches_it(no_rocm
     assert "python -m rmsnorm_raw.backends.rocm_libraries fetch 7.0.0" in stderr
 
 
+@pytest.mark.usefixtures("rocm_stand_in")
+def test_inspect_gives_the_log_of_a_compiler_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(source: Source, *args: object, **kwargs: object) -> None:
+        raise CompileError(source.slug, "hiprtc died with SIGABRT\nLLVM ERROR: of its own", "do so")
+
+    monkeypatch.setattr(offline, "compile_offline", crash)
+    stderr = refused("inspect", *ABSENT, "--config", "b512-pp-p1")
+    assert stderr.splitlines() == [
+        "error: config 'b512-t512-v16-pp-p1' does not compile",
+        "hiprtc died with SIGABRT",
+        "LLVM ERROR: of its own",
+        "do so",
+    ]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ((*ABSENT, "--backend", "cpu"), "leave one of them out"),
         ((*CELL, "--asm"), "add --arch gfx950 or --arch gfx942"),
         ((*ABSENT[:-1], "sm_90"), "'sm_90': use one of gfx950, gfx942"),
+        ((*ABSENT[:-1], "gfx90a"), "'gfx90a': use one of gfx950, gfx942"),
     ],
 )
 def test_inspect_says_which_arguments_do_not_go_together(

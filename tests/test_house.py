@@ -167,7 +167,7 @@ def test_the_first_commands_are_the_promised_ones_and_ci_runs_the_tests() -> Non
     assert first == 'pip install -e ".[cpu]" && rmsnorm-raw sweep --quick'
     assert tests == ["pip install tox && tox", "tox -e gfx950"]
     steps = re.findall(r"^step '(.+)'$", read(".ci/run"), re.MULTILINE)
-    assert steps == [*tests, "tox -e rocm-ci"]
+    assert steps == [tests[0], "tox -e gfx950-ci,rocm-ci"]
 
 
 def test_the_readme_lists_the_environment_variables() -> None:
@@ -217,3 +217,15 @@ def test_all_of_the_readmes_python_runs_on_a_gpu(
     names = run_python_of_readme(slice(None))
     assert names["k2"].binary.backend.name in ("rocm", "cuda")
     assert names["k2"].source.digest != names["k"].source.digest  # the edit found its text
+
+
+@pytest.mark.parametrize(
+    "section", ["testenv:{gfx950,gfx950-ci,gfx950-full}", "testenv:{rocm,rocm-ci}"]
+)
+def test_what_needs_amds_compiler_fails_without_it(section: str) -> None:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    first, *rest = tox[section]["commands"].split("\n")[1:]
+    # ahead of all else, and with its exit code: a "-" would have tox pass over a missing wheel
+    assert first == "python -m rmsnorm_raw.backends.rocm_libraries fetch 7.0.0"
+    assert not any(line.partition(": ")[2].startswith("-") or line.startswith("-") for line in rest)

@@ -1,37 +1,19 @@
-"""Reading machine code: widths, waits and loops, on instructions written by hand."""
+"""Reading machine code: widths, operands and waits, on instructions written by hand."""
 
 from __future__ import annotations
 
 import pytest
+from assembly import COPY, LOAD, STORE, code, wait
 
 from rmsnorm_raw.backends.isa import (
     MAX_VMCNT,
     Access,
     Instruction,
     bytes_before_first_wait,
-    find_row_loop,
-    loops,
+    operands,
     replay,
     waits,
 )
-
-LOAD = "global_load_dwordx4 v[0:3], v[4:5], off"
-STORE = "global_store_dwordx4 v[4:5], v[0:3], off"
-COPY = "buffer_load_dwordx4 v8, s[0:3], 0 offen lds"
-
-
-def code(*lines: str) -> list[Instruction]:
-    """Four bytes each; a branch names the index of the line that it goes to: "s_branch @3"."""
-    made = []
-    for index, line in enumerate(lines):
-        head, _, target = line.partition("@")
-        words = str((int(target) - index - 1) & 0xFFFF) if target else ""
-        made.append(Instruction(4 * index, head + words))
-    return made
-
-
-def wait(count: int) -> str:
-    return f"s_waitcnt vmcnt({count})"
 
 
 @pytest.mark.parametrize(
@@ -106,6 +88,43 @@ def test_groups(text: str, group: str) -> None:
     assert Instruction(0, text).group == group
 
 
+@pytest.mark.parametrize(
+    ("text", "results", "sources", "address"),
+    [
+        ("v_add_u32_e32 v1, s2, v3", "v1", "s2 v3", ""),
+        ("v_lshl_add_u64 v[2:3], s[4:5], 0, v[6:7]", "v2 v3", "s4 s5 v6 v7", ""),
+        ("v_addc_co_u32_e32 v5, vcc, 0, v3, vcc", "v5 vcc", "v3 vcc", ""),
+        ("v_mad_u64_u32 v[2:3], s[0:1], s17, v4, v[6:7]", "v2 v3 s0 s1", "s17 v4 v6 v7", ""),
+        ("v_fmac_f32_e32 v1, v2, v3", "v1", "v1 v2 v3", ""),
+        ("v_permlane32_swap_b32_e32 v1, v2", "v1 v2", "v1 v2", ""),
+        ("v_cmp_lt_i64_e32 vcc, s[2:3], v[4:5]", "vcc", "s2 s3 v4 v5", ""),
+        ("s_cmp_lg_u32 s2, 3", "", "s2", ""),
+        ("s_add_i32 m0, s22, 0x80", "m0", "s22", ""),
+        ("s_load_dwordx2 s[8:9], s[0:1], 0x10", "s8 s9", "s0 s1", "s0 s1"),
+        (LOAD, "v0 v1 v2 v3", "v4 v5", "v4 v5"),
+        ("global_load_dwordx2 v[0:1], v4, s[8:9]", "v0 v1", "v4 s8 s9", "v4 s8 s9"),
+        (STORE, "", "v4 v5 v0 v1 v2 v3", "v4 v5"),
+        ("global_store_dword v4, v0, s[8:9]", "", "v4 v0 s8 s9", "v4 s8 s9"),
+        ("buffer_store_dword v0, v1, s[0:3], 0 offen", "", "v0 v1 s0 s1 s2 s3", "v1 s0 s1 s2 s3"),
+        (COPY, "", "v8 s0 s1 s2 s3", "v8 s0 s1 s2 s3"),
+        ("global_atomic_add v0, v1, v2, s[0:1] sc0", "v0", "v1 v2 s0 s1", "v1 v2 s0 s1"),
+        ("global_atomic_add v1, v2, s[0:1]", "", "v1 v2 s0 s1", "v1 s0 s1"),
+        ("ds_read_b64 v[0:1], v2", "v0 v1", "v2", ""),
+        ("ds_write_b32 v2, v0", "", "v2 v0", ""),
+        ("s_waitcnt vmcnt(0)", "", "", ""),
+    ],
+)
+def test_operands(text: str, results: str, sources: str, address: str) -> None:
+    found = operands(text)
+    assert [" ".join(part) for part in found[:3]] == [results, sources, address]
+
+
+def test_the_lower_half_of_a_sum_knows_nothing_of_upper_halves() -> None:
+    assert operands("v_mad_u64_u32 v[2:3], s[0:1], s17, v4, v[6:7]").lower == ("s17", "v4", "v6")
+    assert operands("v_mov_b64_e32 v[2:3], s[0:1]").lower == ("s0",)
+    assert operands("v_add_u32_e32 v1, s2, v3").lower is None
+
+
 # ---- what is in flight ---------------------------------------------------------------------------
 
 
@@ -162,115 +181,3 @@ def test_a_wait_names_what_it_ends_and_what_it_leaves() -> None:
     assert [each.group for each in found.leaves] == row
     (first,) = waits(body, loop=False)
     assert (first.ends, len(first.leaves)) == ((), 2)
-
-
-# ---- loops ---------------------------------------------------------------------------------------
-
-
-def offsets(body: tuple[Instruction, ...]) -> list[int]:
-    return [each.offset // 4 for each in body]
-
-
-def test_a_plain_loop() -> None:
-    body = code("s_nop 0", LOAD, wait(0), STORE, "s_cbranch_scc1 @1", "s_endpgm")
-    assert [offsets(each) for each in loops(body)] == [[1, 2, 3, 4]]
-    assert offsets(find_row_loop(body)) == [1, 2, 3, 4]
-
-
-def test_a_kernel_without_a_loop_has_no_row_loop() -> None:
-    assert find_row_loop(code(LOAD, "s_cbranch_execz @3", STORE, "s_endpgm")) == ()
-
-
-def test_a_loop_that_asks_for_a_word_is_no_row_loop() -> None:
-    ask = ("global_load_dwordx2 v[0:1], v[2:3], off sc1", wait(0), "s_cbranch_execnz @1")
-    body = code(LOAD, *ask, wait(0), STORE, "s_endpgm")
-    assert [offsets(each) for each in loops(body)] == [[1, 2, 3]]
-    assert find_row_loop(body) == ()
-    assert [each.agent_scope for each in body[:2]] == [False, True]
-
-
-def test_a_loop_entered_in_its_middle_begins_there() -> None:
-    # as hiprtc 7 lays out the backward kernel: stores on top, loads below, entered at the loads
-    body = code("s_branch @4", wait(0), STORE, "s_cbranch_vccz @6", LOAD, "s_branch @1", "s_endpgm")
-    assert offsets(find_row_loop(body)) == [4, 5, 1, 2, 3]
-
-
-def test_a_block_moved_out_of_line_is_no_loop() -> None:
-    # as hiprtc 7.0.0 does for rows that need not exist: line 6 jumps back to 3, forward in time
-    body = code(
-        "s_nop 0",
-        LOAD,
-        "s_cbranch_execnz @5",
-        "v_mov_b32_e32 v0, 0",
-        "s_cbranch_scc0 @7",
-        f"{LOAD} offset:16",
-        "s_branch @3",
-        wait(0),
-        STORE,
-        "s_cbranch_scc1 @1",
-        "s_endpgm",
-    )
-    assert [sorted(offsets(each)) for each in loops(body)] == [list(range(1, 10))]
-    assert bytes_before_first_wait(find_row_loop(body), loop=True) == 32
-
-
-def test_the_row_loop_is_the_one_that_stores_and_loads_the_most() -> None:
-    pass_one = (LOAD, LOAD, LOAD, "s_cbranch_scc1 @0")
-    unrolled = (LOAD, LOAD, STORE, STORE, "s_cbranch_scc1 @4")
-    remainder = (LOAD, STORE, "s_cbranch_scc1 @9")
-    body = code(*pass_one, *unrolled, *remainder, "s_endpgm")
-    assert offsets(find_row_loop(body)) == [4, 5, 6, 7, 8]
-    # without stores anywhere: the loop that loads the most
-    assert offsets(find_row_loop(code(*pass_one, "s_endpgm"))) == [0, 1, 2, 3]
-
-
-def test_the_row_loop_is_an_inner_one() -> None:
-    body = code("s_nop 0", LOAD, LOAD, STORE, "s_cbranch_scc1 @2", "s_cbranch_scc1 @1", "s_endpgm")
-    assert [len(each) for each in sorted(loops(body), key=len)] == [3, 5]
-    assert offsets(find_row_loop(body)) == [2, 3, 4]
-
-
-# ---- waits that exclude each other ---------------------------------------------------------------
-
-
-def counts(body: tuple[Instruction, ...]) -> list[int | None]:
-    return [each.vmcnt for each in body if each.vmcnt is not None]
-
-
-def test_of_two_waits_that_a_flag_chooses_between_the_loosest_is_the_loops() -> None:
-    # as hiprtc 7.0.0 does: the first sets the flag that skips the second
-    body = code(
-        COPY, "s_mov_b64 vcc, -1", "s_cbranch_scc0 @5", wait(2), "s_mov_b64 vcc, 0",
-        "s_cbranch_vccnz @7", wait(1), STORE, "s_cbranch_scc1 @0", "s_endpgm",
-    )  # fmt: skip
-    assert counts(find_row_loop(body)) == [2]
-
-
-def test_of_two_waits_in_the_branches_of_a_choice_the_loosest_is_the_loops() -> None:
-    # as hiprtc 7.2.4 does: one way leads out of line, the other over a branch that is always taken
-    body = code(
-        COPY, "s_cbranch_scc0 @9", wait(1), "s_mov_b32 s0, 2", "s_cbranch_execnz @6", wait(2),
-        STORE, "s_cbranch_scc1 @0", "s_endpgm", "s_mov_b32 s0, 2", "s_branch @5",
-    )  # fmt: skip
-    assert counts(find_row_loop(body)) == [2]
-
-
-def test_waits_that_follow_each_other_are_all_the_loops() -> None:
-    in_line = code(LOAD, LOAD, wait(1), wait(0), STORE, "s_cbranch_scc1 @0", "s_endpgm")
-    assert counts(find_row_loop(in_line)) == [1, 0]
-    # behind a mask, which never hides all lanes
-    masked = code(
-        LOAD, LOAD, wait(1), "s_cbranch_execz @5", wait(0), STORE, "s_cbranch_scc1 @0", "s_endpgm"
-    )
-    assert counts(find_row_loop(masked)) == [1, 0]
-    # on one side of a branch, and each before work of its own
-    aside = code(
-        LOAD, LOAD, "s_cbranch_scc0 @7", wait(1), wait(0), STORE, STORE, "s_cbranch_scc1 @0",
-        "s_endpgm",
-    )  # fmt: skip
-    assert counts(find_row_loop(aside)) == [1, 0]
-    apart = code(
-        LOAD, LOAD, "s_cbranch_scc0 @5", wait(1), STORE, "s_cbranch_vccz @8", wait(0), STORE,
-        "s_cbranch_scc1 @0", "s_endpgm",
-    )  # fmt: skip
-    assert counts(find_row_loop(apart)) == [1, 0]

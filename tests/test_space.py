@@ -155,6 +155,14 @@ REFUSED = [
     (WIDE_BACKWARD, GFX950, "b256-pp-p1", "about 304 registers a lane"),
     (WIDE_BACKWARD, GFX950, "b1024-t512-pp-p1", "about 134 registers a lane.* leave 128"),
     (WIDE_BACKWARD, GFX950, "b128-reg-w2-p1", "about 356 registers a lane"),
+    # estimates with none to spare: both spilled
+    (
+        Problem.backward(37, 16384, "fp16", weight_dtype=None),
+        GFX950,
+        "b1024-t512-pp-p1",
+        "about 128 registers a lane.* leave 128",
+    ),
+    (Problem.backward(1, 769, "bf16"), GFX950, "b128-t32-v2-pp-p1", "about 278 registers a lane"),
     (Problem.forward(8, 32768, "fp16"), GFX950, "b256-pp-p2", "about 428 registers a lane"),
     (WIDE_BACKWARD, SM_90, "b64-t8-v16-p1", "registers a lane"),
     (Problem.forward(8, 262144, "fp16"), SM_90, "b1024", "registers a lane"),
@@ -173,19 +181,32 @@ def test_refusals_carry_their_reason(
 
 
 @pytest.mark.parametrize(
-    ("problem", "slug", "says"),
+    ("problem", "device", "slug", "says"),
     [
-        (Problem.backward(8, 4096, "bf16", need_dweight=False), "b256-p1-fl", "finish is inert"),
-        (Problem.backward(8, 4096, "bf16", need_dweight=False), "b256-p1-fe", "finish is inert"),
-        (Problem.backward(8, 4096, "bf16", need_dx=False), "b256-p1-ss", "store_policy is inert"),
-        (Problem.backward(8, 4096, "bf16"), "b256-p2", "8 blocks are the whole grid"),
+        (Problem.backward(8, 4096, "bf16", need_dweight=False), SM_90, "b256-p1-fl",
+         "finish is inert"),
+        (Problem.backward(8, 4096, "bf16", need_dweight=False), SM_90, "b256-p1-fe",
+         "finish is inert"),
+        (Problem.backward(8, 4096, "bf16", need_dx=False), SM_90, "b256-p1-ss",
+         "store_policy is inert"),
+        (Problem.backward(8, 4096, "bf16"), SM_90, "b256-p2", "8 blocks are the whole grid"),
+        (Problem.forward(8, 8192, "bf16"), GFX950, "b256-w4", "about 60 registers a lane leave"),
+        (Problem.forward(8, 8192, "bf16"), GFX950, "b128-w2", "waves_per_eu=2 is inert"),
     ],
-)
-def test_what_is_inert_serves_and_is_not_searched(problem: Problem, slug: str, says: str) -> None:
+    ids=lambda value: value if isinstance(value, str) else None,
+)  # fmt: skip
+def test_what_is_inert_serves_and_is_not_searched(
+    problem: Problem, device: DeviceSpec, slug: str, says: str
+) -> None:
     config = Config.parse(slug)
-    require_fit(problem, SM_90, config)
-    assert says in (inert_reason(problem, SM_90, config) or "")
-    assert config not in enumerate_configs(problem, SM_90).kept
+    require_fit(problem, device, config)
+    assert says in (inert_reason(problem, device, config) or "")
+    assert config not in enumerate_configs(problem, device).kept
+
+
+def test_a_bound_that_may_do_something_is_searched() -> None:
+    problem = Problem.forward(8, 8192, "bf16")
+    assert Config.parse("b128-w4") in enumerate_configs(problem, GFX950).kept
 
 
 def test_lds_over_the_limit_is_refused_with_its_bytes() -> None:
@@ -206,7 +227,12 @@ def test_every_knob_is_in_the_space(device: DeviceSpec) -> None:
     few_rows = Problem.backward(8, 2048, "bfloat16")
     configs = [
         config
-        for problem in (WIDE_BACKWARD, Problem.backward(32768, 2048, "bfloat16"), few_rows)
+        for problem in (
+            Problem.forward(32768, 8192, "bfloat16"),
+            WIDE_BACKWARD,
+            Problem.backward(32768, 2048, "bfloat16"),
+            few_rows,
+        )
         for config in enumerate_configs(problem, device).kept
     ]
     varied = {k for c in configs for pair in pairs(c) for k in pair}
@@ -214,7 +240,7 @@ def test_every_knob_is_in_the_space(device: DeviceSpec) -> None:
     wanted |= {("path", path) for path in ("registers", "pingpong", "lds", "two_pass")}
     wanted |= {("stages", n) for n in STAGES} | {("programs", n) for n in PROGRAMS}
     wanted |= {("finish", "kernel"), ("finish", "last_block")}
-    wanted |= {("waves_per_eu", 2)} if device is GFX950 else {("min_blocks", 1), ("min_blocks", 4)}
+    wanted |= {("waves_per_eu", 4)} if device is GFX950 else {("min_blocks", 1), ("min_blocks", 4)}
     if device is SM_90:
         wanted |= {
             ("load_policy", "keep"),

@@ -1,4 +1,4 @@
-"""Reading gfx9 machine code: what each instruction does, what is in flight, where the loops are.
+"""Reading gfx9 machine code: what each instruction does, and what is in flight.
 
 Pure Python over disassembly; :mod:`.offline` supplies the text. Everything here holds for gfx942
 and gfx950, whose loads, copies to LDS and stores retire in order through one counter, ``vmcnt``.
@@ -6,9 +6,10 @@ and gfx950, whose loads, copies to LDS and stores retire in order through one co
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 #: the counter has six bits; with more in flight the issue stalls
@@ -19,6 +20,21 @@ _VMEM = re.compile(
 )
 _COUNT = re.compile(r"s_waitcnt .*\bvmcnt\((\d+)\)")
 _FORMAT_BYTES = re.compile(r"(?P<dwords>dword)(x(?P<count>[234]))?|[us]?(?P<short>short)|[us]?byte")
+
+_REGISTER = re.compile(r"([vsa])(?:(\d+)|\[(\d+):(\d+)\])|vcc|m0")
+# the first operand is what is read, not what is written
+_NO_RESULT = re.compile(
+    r"(global|flat|scratch|buffer)_store|ds_write|s_(cmp|bitcmp|waitcnt|barrier|nop|branch|cbranch"
+    r"|endpgm|setprio|sleep|setreg|dcache|icache)|buffer_(inv|wb)|global_load_lds"
+)
+# a second result: the carry, or the flag of a division
+_TWO_RESULTS = re.compile(r"v_(add|sub|subrev|addc|subb|subbrev)_co_|v_mad_[ui]64|v_div_scale")
+# 64 bits, of which the lower half of the result comes of the lower halves alone
+_CARRIES_UP = re.compile(r"v_mad_[ui]64|v_lshl_add_u64|[vs]_(lshl|lshlrev|mov)_b64|s_mul_u64")
+# both operands change
+_SWAP = re.compile(r"v_(swap|permlane\w*_swap)")
+# the result is also read: lanes that are not written keep it, or it is added to
+_KEEPS = re.compile(r"v_(fmac|mac|pk_fmac|dot\w*c|writelane)|s_(addk|mulk|cmov)|.*_dpp|.*_d16_hi")
 
 
 class Access(NamedTuple):
@@ -118,6 +134,68 @@ _GROUPS = (
 )  # fmt: skip
 
 
+class Operands(NamedTuple):
+    """The registers of an instruction, one name for each 32 bits ("v3", "s0", "vcc").
+
+    Attributes:
+        results: what it writes.
+        sources: what it reads.
+        address: those that an address in memory is made of; () where it goes to none.
+        lower: what the first result is made of, where that is less than ``sources``.
+    """
+
+    results: tuple[str, ...]
+    sources: tuple[str, ...]
+    address: tuple[str, ...] = ()
+    lower: tuple[str, ...] | None = None
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def operands(text: str) -> Operands:
+    """The operands of an instruction as comgr prints it."""
+    mnemonic, _, rest = text.partition(" ")
+    listed = [_registers(part) for part in rest.split(",")]
+    flat = tuple(register for part in listed for register in part)
+    access = Instruction(0, text).access
+    if access is not None:
+        if access.kind == "store" or (access.kind == "atomic" and "sc0" not in text.split()):
+            # global: address, data, base; buffer: data, offset, descriptor
+            address = (listed[0], *listed[2:]) if access.space != "buffer" else listed[1:]
+            return Operands((), flat, _joined(address))
+        if access.to_lds:
+            return Operands((), flat, flat)
+        return Operands(listed[0], _joined(listed[1:]), _joined(listed[1:]))
+    if mnemonic.startswith("s_load"):
+        return Operands(listed[0], _joined(listed[1:]), _joined(listed[1:]))
+    if _NO_RESULT.match(mnemonic):
+        return Operands((), flat)
+    if mnemonic.startswith("ds_"):
+        return Operands(listed[0], _joined(listed[1:]))
+    if _SWAP.match(mnemonic):
+        return Operands(_joined(listed[:2]), _joined(listed[:2]))
+    count = 2 if _TWO_RESULTS.match(mnemonic) else 1
+    sources = listed if _KEEPS.match(mnemonic) else listed[count:]
+    carries = _CARRIES_UP.match(mnemonic) is not None
+    lower = _joined(part[:1] for part in sources) if carries else None
+    return Operands(_joined(listed[:count]), _joined(sources), lower=lower)
+
+
+def _registers(text: str) -> tuple[str, ...]:
+    found = _REGISTER.search(text)
+    if found is None:
+        return ()
+    kind, one, first, last = found.groups()
+    if kind is None:
+        return (found[0],)
+    if one is not None:
+        return (kind + one,)
+    return tuple(f"{kind}{i}" for i in range(int(first), int(last) + 1))
+
+
+def _joined(parts: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    return tuple(itertools.chain.from_iterable(parts))
+
+
 def replay(
     instructions: Sequence[Instruction], *, loop: bool
 ) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
@@ -181,161 +259,21 @@ def bytes_before_first_wait(instructions: Sequence[Instruction], *, loop: bool) 
     """
     return max(
         (
-            sum(map(_load_bytes, wait.ends + wait.leaves))
+            sum(map(load_bytes, wait.ends + wait.leaves))
             for wait in waits(instructions, loop=loop)
-            if any(map(_load_bytes, wait.ends))
+            if any(map(load_bytes, wait.ends))
         ),
         default=0,
     )
 
 
-def loops(instructions: Sequence[Instruction]) -> list[tuple[Instruction, ...]]:
-    """The bodies of the natural loops, in the order in which they run.
-
-    By dominators, since the layout misleads: the compiler enters loops in their middle, and moves
-    blocks behind a mask out of line, from where they branch backward without being a loop. Of waits
-    that a branch chooses between, the loosest is kept: an LDS ring waits for fewer operations once
-    its first rows, which have no stores before them, are done.
-    """
-    blocks = _blocks(instructions)
-    order = _reverse_postorder(blocks)
-    before: dict[int, list[int]] = {each: [] for each in order}
-    for each in order:
-        for follower in blocks[each].followers:
-            before[follower].append(each)
-    dominators = {each: set(order) for each in order} | {order[0]: {order[0]}}
-    settled = False
-    while not settled:
-        settled = True
-        for each in order[1:]:
-            found = {each}.union(set.intersection(*(dominators[one] for one in before[each])))
-            settled = settled and found == dominators[each]
-            dominators[each] = found
-    members: dict[int, set[int]] = {}
-    for last in order:
-        for head in blocks[last].followers:
-            if head in dominators[last]:
-                body = members.setdefault(head, {head})
-                waiting = [last]
-                while waiting:
-                    each = waiting.pop()
-                    if each not in body:
-                        body.add(each)
-                        waiting += before[each]
-    return [
-        _settled_body([each for each in order if each in body], blocks) for body in members.values()
-    ]
-
-
-def _settled_body(body: Sequence[int], blocks: Mapping[int, _Block]) -> tuple[Instruction, ...]:
-    """The instructions of a loop's blocks, without the tighter of waits that exclude each other.
-
-    Such waits stand in blocks that an iteration can avoid, one after the other, with scalar
-    instructions between them at most.
-    """
-    kept: list[Instruction] = []
-    # of such waits the one that is kept so far: its block, its count, itself
-    choice: tuple[int, int, Instruction] | None = None
-    for each in body:
-        avoidable = _can_avoid(each, body, blocks)
-        for one in blocks[each].instructions:
-            if (count := one.vmcnt) is not None and avoidable:
-                if choice is not None and choice[0] != each:
-                    if choice[1] >= count:
-                        continue
-                    kept.remove(choice[2])
-                choice = each, count, one
-            elif one.group not in ("scalar", "wait"):
-                choice = None
-            kept.append(one)
-    return tuple(kept)
-
-
-def _can_avoid(block: int, body: Sequence[int], blocks: Mapping[int, _Block]) -> bool:
-    """Whether an iteration can go round without a block. Lanes are never all masked off."""
-    head, seen, waiting = body[0], {block}, [body[0]]
-    while waiting:
-        each = waiting.pop()
-        if each in seen or each not in body:
-            continue
-        seen.add(each)
-        followers = blocks[each].followers
-        skip = blocks[each].instructions[-1].mnemonic
-        if skip == "s_cbranch_execz":
-            followers = followers[1:]
-        elif skip == "s_cbranch_execnz":
-            followers = followers[:1]
-        if head in followers:
-            return True
-        waiting += followers
-    return False
-
-
-class _Block(NamedTuple):
-    instructions: Sequence[Instruction]
-    followers: tuple[int, ...]  # a branch's target first
-
-
-def _blocks(instructions: Sequence[Instruction]) -> dict[int, _Block]:
-    """The basic blocks by the offset of their first instruction."""
-    starts = {instructions[0].offset}
-    for instruction, following in itertools.pairwise(instructions):
-        if (target := instruction.branch_target) is not None:
-            starts |= {target, following.offset}
-    at = [i for i, instruction in enumerate(instructions) if instruction.offset in starts]
-    blocks = {}
-    for first, after in itertools.pairwise((*at, len(instructions))):
-        last = instructions[after - 1]
-        followers = [] if last.branch_target is None else [last.branch_target]
-        if last.mnemonic not in ("s_branch", "s_endpgm") and after < len(instructions):
-            followers.append(instructions[after].offset)
-        blocks[instructions[first].offset] = _Block(instructions[first:after], tuple(followers))
-    return blocks
-
-
-def _reverse_postorder(blocks: Mapping[int, _Block]) -> list[int]:
-    """Offsets of the blocks that are reached, each before those that follow it on the way down."""
-    first = next(iter(blocks))
-    done: list[int] = []
-    seen = {first}
-    stack = [(first, iter(blocks[first].followers))]
-    while stack:
-        offset, followers = stack[-1]
-        follower = next((each for each in followers if each not in seen), None)
-        if follower is None:
-            done.append(offset)
-            stack.pop()
-        else:
-            seen.add(follower)
-            stack.append((follower, iter(blocks[follower].followers)))
-    return done[::-1]
-
-
-def find_row_loop(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The body of the loop over rows (or over a row's tiles); () in a kernel without one.
-
-    It is an innermost loop with loads or copies to LDS. Where such loops are several, one that
-    stores outputs goes first, and then the one that loads the most: a remainder loop loads less
-    than the unrolled one before it. A loop that only asks for another block's word is none.
-    """
-    loading = [
-        body
-        for body in loops(instructions)
-        if any(_load_bytes(each) and not each.agent_scope for each in body)
-    ]
-    inner = [body for body in loading if not any(set(one) < set(body) for one in loading)]
-
-    def rank(body: tuple[Instruction, ...]) -> tuple[bool, int]:
-        return any(map(_is_store, body)), sum(map(_load_bytes, body))
-
-    return max(inner, key=rank, default=())
-
-
-def _load_bytes(instruction: Instruction) -> int:
+def load_bytes(instruction: Instruction) -> int:
+    """Bytes a lane of a load, or of a copy to LDS; 0 for anything else."""
     access = instruction.access
     return access.size_bytes if access and access.kind == "load" else 0
 
 
-def _is_store(instruction: Instruction) -> bool:
+def is_store(instruction: Instruction) -> bool:
+    """Whether it stores to memory."""
     access = instruction.access
     return access is not None and access.kind == "store"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rmsnorm_raw.backends import Resources
+from rmsnorm_raw.backends.flow import find_row_loop
 from rmsnorm_raw.backends.isa import (
     Instruction,
     Wait,
     bytes_before_first_wait,
-    find_row_loop,
     waits,
 )
 from rmsnorm_raw.device import KNOWN
@@ -29,6 +29,19 @@ VGPR_GRANULE = 8
 SGPRS_OF_EIGHT_WAVES = 100
 #: LDS is given out in these steps (llvm-project#167614 for gfx950)
 LDS_GRANULE_BYTES = {"gfx950": 1280, "gfx942": 512}
+
+
+#: of a CU's loads, what its lanes should have asked for when the first of them has to wait: at 1 us
+#: of latency 6.7 TB/s (the best write probe published for MI355X) over 256 CUs take 26 KiB, and
+#: nearly twice as much leaves room for latency under load
+CU_BYTES_WANTED = 48 * 1024
+
+
+class Pointer(NamedTuple):
+    """An argument that is an address: its number among the arguments, and its offset in bytes."""
+
+    number: int
+    offset: int
 
 
 class Occupancy(NamedTuple):
@@ -78,6 +91,20 @@ class LaunchReport(Resources):
     mix: dict[str, int] = field(repr=False)
     waits: tuple[Wait, ...] = field(repr=False)
 
+    @property
+    def keeps_memory_busy(self) -> bool:
+        """Whether a CU has asked for :data:`CU_BYTES_WANTED` or more when a load is waited for."""
+        return self.cu_bytes_before_first_wait >= CU_BYTES_WANTED
+
+    @property
+    def in_flight(self) -> str:
+        """How ``cu_bytes_before_first_wait`` comes about, and what is wanted."""
+        return (
+            f"{self.waves_per_simd:g} waves per SIMD x 256 lanes x {self.bytes_before_first_wait} "
+            f"bytes a lane = {self.cu_bytes_before_first_wait / 1024:g} KiB a CU before the first "
+            f"wait that needs them ({CU_BYTES_WANTED // 1024} KiB keep memory busy)"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
@@ -96,6 +123,7 @@ class KernelReport:
         max_flat_workgroup_size: threads of the largest block that may be launched.
         wave: lanes of a wave.
         kernarg_bytes: size of the argument segment, hidden arguments included.
+        pointers: the arguments that are addresses.
         asm: the instructions in order.
     """
 
@@ -111,6 +139,7 @@ class KernelReport:
     max_flat_workgroup_size: int
     wave: int
     kernarg_bytes: int
+    pointers: tuple[Pointer, ...]
     asm: tuple[Instruction, ...] = field(repr=False)
 
     @classmethod
@@ -134,6 +163,11 @@ class KernelReport:
             max_flat_workgroup_size=int(metadata[".max_flat_workgroup_size"]),
             wave=int(metadata[".wavefront_size"]),
             kernarg_bytes=int(metadata[".kernarg_segment_size"]),
+            pointers=tuple(
+                Pointer(number, int(each[".offset"]))
+                for number, each in enumerate(metadata.get(".args", ()))
+                if each[".value_kind"] == "global_buffer"
+            ),
             asm=tuple(Instruction(*pair) for pair in asm),
         )
 
@@ -158,7 +192,7 @@ class KernelReport:
         return bytes_before_first_wait(body or self.asm, loop=bool(body))
 
     def row_loop(self) -> tuple[Instruction, ...]:
-        """The instructions of :func:`.isa.find_row_loop`; () in a kernel without a row loop."""
+        """The instructions of :func:`.flow.find_row_loop`; () in a kernel without a row loop."""
         return find_row_loop(self.asm)
 
     def row_waits(self) -> tuple[Wait, ...]:
@@ -225,7 +259,7 @@ class KernelReport:
                 f"{self.arch} has {device.lds_bytes} bytes"
             )
         waves_of_block = -(-block // self.wave)
-        by_registers = self._waves_by_registers()
+        by_registers = self.waves_by_registers
         slots = SIMDS * by_registers
         blocks, limit = slots // waves_of_block, "hardware"
         if slots % waves_of_block:
@@ -240,7 +274,9 @@ class KernelReport:
             blocks, limit = -(-grid // device.compute_units), "grid"
         return Occupancy(blocks * waves_of_block / SIMDS, limit)
 
-    def _waves_by_registers(self) -> int:
+    @property
+    def waves_by_registers(self) -> int:
+        """Waves that a SIMD's registers have room for."""
         granules = max(1, -(-self.vgpr // VGPR_GRANULE))
         by_vgpr = VGPRS_PER_SIMD // (granules * VGPR_GRANULE)
         by_sgpr = MAX_WAVES_PER_SIMD - (self.sgpr > SGPRS_OF_EIGHT_WAVES)

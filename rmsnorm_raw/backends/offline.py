@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import itertools
 import json
 import os
 import select
@@ -25,6 +26,7 @@ from rmsnorm_raw.backends import Code, Resources, Toolchain
 from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.rocm_libraries import (
     FETCH,
+    VARIABLE,
     WHEELS,
     find_libraries,
     require_libraries,
@@ -67,17 +69,27 @@ class OfflineCode(Code):
         """The machine code, a line an instruction; those of the row loop begin with "|"."""
         return "\n\n".join(f"{name}:\n{each.listing}" for name, each in self.kernels.items())
 
+    @property
+    def code_digest(self) -> str:
+        """SHA-256 of the instructions of all entry points, as hex; metadata is left out."""
+        lines = itertools.chain.from_iterable(
+            (name, *(f"{one.offset} {one.text}" for one in kernel.asm))
+            for name, kernel in sorted(self.kernels.items())
+        )
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
 
 class OfflineBackend:
     """The backend of a device that is not here: it compiles, and can do nothing else."""
 
-    def __init__(self, arch: str) -> None:
-        """Compile for ``arch``, one of :data:`ARCHITECTURES`.
+    def __init__(self, arch: str, libraries: Path | None = None) -> None:
+        """Compile for ``arch``, one of :data:`ARCHITECTURES`; see :func:`compile_offline`.
 
         Raises:
             InvalidInput: another architecture.
         """
         _require_architecture(arch)
+        self.libraries = libraries
         self.name = f"{arch} (no device)"
         self.device = KNOWN[arch]
 
@@ -92,7 +104,7 @@ class OfflineBackend:
 
     def compile(self, source: Source) -> OfflineCode:
         """See :func:`compile_offline`."""
-        return compile_offline(source, self.device.arch)
+        return compile_offline(source, self.device.arch, libraries=self.libraries)
 
     def assembly(self, source: Source) -> str:
         """See :attr:`OfflineCode.listing`."""
@@ -280,8 +292,9 @@ class _Child:
         raise _ChildEnded(
             f"died with {signal.Signals(-code).name}" if code < 0 else f"exited with {code}",
             log or "(it wrote no log)",
-            "simplify the source, use another config, or try another ROCm release: "
-            f"{' or '.join(WHEELS)} can be fetched",
+            "simplify the source, use another config, or try another ROCm release: fetch "
+            f"{' or '.join(WHEELS)} with the command below, and name the folder that it prints in "
+            f"{VARIABLE}\n  {FETCH}",
         )
 
 

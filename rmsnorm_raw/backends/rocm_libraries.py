@@ -105,13 +105,18 @@ def fetch_wheel(release: str, target_dir: Path | None = None) -> Path:
 
     Raises:
         InvalidInput: another release.
-        BackendUnavailable: pip fails, or the hash differs, or the folder holds something else.
+        BackendUnavailable: pip fails, or the hash differs, or the folder holds something else, and
+            what to do about it.
     """
     if release not in WHEELS:
         raise InvalidInput(f"ROCm {release!r} has no wheel here: use one of {', '.join(WHEELS)}")
     target = target_dir or wheel_folder(release)
     if target.exists():
-        require_libraries(target)
+        if missing := _missing(target):
+            raise BackendUnavailable(
+                f"{target} is there already and has no {' and no '.join(missing)}: remove it and "
+                "fetch again, or give another folder"
+            )
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

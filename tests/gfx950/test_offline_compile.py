@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from amd_kernels import compiled, rows_kernel
+from amd_kernels import compiled
 
 from rmsnorm_raw.backends.isa import replay
 from rmsnorm_raw.backends.offline import compile_offline
@@ -23,46 +23,6 @@ EMPTY = Source("empty.hip", 'extern "C" __global__ void empty() {}\n', (), ("emp
 
 
 # ---- the kernels ---------------------------------------------------------------------------------
-
-# the headline width, a narrow row, one of odd vectors, fp32, one that no lane can keep, an odd one;
-# each storage kind as rows and as weight
-SHAPES = (
-    (32768, 8192, "bf16", "bf16"),
-    (32768, 1024, "bf16", "fp32"),
-    (4096, 3000, "fp16", "fp16"),
-    (32768, 2048, "fp32", "fp32"),
-    (37, 262144, "bf16", "fp32"),
-    (3, 769, "fp16", "fp32"),
-)
-LADDER = [
-    make(rows, cols, dtype, weight_dtype=weight)
-    for make in (Problem.forward, Problem.backward)
-    for rows, cols, dtype, weight in SHAPES
-]
-
-
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("problem", LADDER, ids=str)
-def test_the_ladder_compiles_to_what_its_knobs_say(
-    problem: Problem, arch: str, libraries: Path
-) -> None:
-    config, code = compiled(problem, arch, libraries)
-    assert (code.arch, code.log) == (arch, "")
-    assert code.code_object.startswith(b"\x7fELF")
-    for kernel in code.kernels.values():
-        assert (kernel.arch, kernel.wave) == (arch, 64)
-        assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
-        assert kernel.lds_bytes == 0  # all of it is given at the launch
-        assert "ds_bpermute_b32" not in kernel.mix
-        # only what clears the words of shared rows loads nothing
-        assert (kernel.bytes_before_first_wait > 0) == (kernel.name != "rmsnorm_forward_clear")
-        assert kernel.occupancy(kernel.max_flat_workgroup_size).waves_per_simd >= 1
-    rows = rows_kernel(code)
-    assert rows.max_flat_workgroup_size == config.block
-    assert rows.mix[f"global load {config.vec} B"] > 0
-    assert rows.mix[f"global store {config.vec} B"] > 0
-    packed = problem.dtype == "bfloat16" and arch == "gfx950"
-    assert (rows.mix["v_cvt_pk_bf16_f32"] > 0) == packed
 
 
 def test_a_loop_is_found_through_blocks_out_of_line(libraries: Path) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from amd_kernels import compiled, rows_kernel
 
-from rmsnorm_raw.backends.isa import Instruction, loops, replay
+from rmsnorm_raw.backends.flow import loops
+from rmsnorm_raw.backends.isa import Instruction, replay
 from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.offline import ARCHITECTURES, compile_offline
 from rmsnorm_raw.config import Config

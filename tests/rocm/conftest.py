@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,27 +13,6 @@ from rmsnorm_raw.backends import Backend, get_backend
 
 #: whatever is missing for it ends the run: it was asked for
 STAND_IN = install(Path(FOLDER)) if FOLDER else None
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("rocm")
-    group.addoption("--sample", type=int, help="of each test, at most so many of its cases")
-    group.addoption("--sample-seed", default="0", help="which ones")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    most = config.getoption("sample", None)
-    if most is None:
-        return
-    cases: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        cases[str(item.path), getattr(item, "originalname", item.name)].append(item)
-    kept = set()
-    for (_, name), some in cases.items():
-        draw = random.Random(f"{config.getoption('sample_seed')} {name}")
-        kept |= set(draw.sample(some, min(most, len(some))))
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session")
