@@ -150,7 +150,7 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
             threads, most, per_lane = _bulk_shape(problem, device)
     else:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
-        # the default for that reason, unmeasured (gfx950: 124 to 161 VGPRs).
+        # the default for that reason, unmeasured (gfx950: 83 to 172 VGPRs).
         base = replace(base, path="pingpong")
     if finishes_early(problem, device):  # 372.5 us at 32768x8192, 374.0 with a later launch
         base = replace(base, finish="early")
