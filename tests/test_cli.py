@@ -448,3 +448,10 @@ def test_progress_is_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     result = run("sweep", "--quick", "--backend", "cpu", "--out", str(tmp_path))
     assert "━" in result.stderr
     assert "[1/2]" not in result.stderr
+
+
+def test_the_module_is_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rmsnorm_raw", "--help"], capture_output=True, text=True, check=True
+    )
+    assert all(name in done.stdout for name in ("doctor", "bench", "tune", "sweep", "inspect"))
