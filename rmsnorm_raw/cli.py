@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from rmsnorm_raw import console
-from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, RmsnormRawError
+from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
 
 if TYPE_CHECKING:
     from rmsnorm_raw.backends import Resources
@@ -100,16 +100,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """What is here, what is missing, and the command that mends it; exit code 1 if nothing runs."""
-    from rmsnorm_raw import backends, environment, store
+    from rmsnorm_raw.doctor import examine
 
-    checks = environment.checks()
-    refusals = {name: backends.available(name) for name in backends.NAMES}
-    here = next((name for name, refusal in refusals.items() if refusal is None), None)
-    if here is not None:
-        try:
-            checks.append(store.check(backends.get_backend(here)))
-        except BackendUnavailable as error:  # a device that no kernel is written for
-            refusals[here] = str(error)
+    checks, refusals = examine()
     if as_json:
         console.print_json({"checks": [asdict(check) for check in checks], "backends": refusals})
     else:

@@ -1,4 +1,4 @@
-"""What a run stood on: guarded probes for ``environment.json``, and the checks behind ``doctor``.
+"""What a run stood on: guarded probes for ``environment.json``.
 
 Nothing here imports CuPy or torch: versions come from package metadata and devices from the kernel
 driver and the vendors' tools, so that a broken GPU stack can still be described.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +24,6 @@ P = ParamSpec("P")
 
 TOOL_TIMEOUT_S = 20
 KFD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-KFD_DEVICE = Path("/dev/kfd")
-#: CUDA 13's minimum driver, by the CUDA toolkit's release notes; older ones serve CUDA 12
-CUDA13_DRIVER = 580
 
 _PACKAGES = (
     "rmsnorm-raw", "numpy", "scipy", "ml_dtypes", "torch", "ziglang", "pytest-benchmark"
@@ -78,7 +73,7 @@ def collect() -> dict[str, object]:
         "cpu": {"model": guarded(cpu_model), "logical_cores": os.cpu_count()},
         "packages": guarded(packages),
         "git": guarded(checkout_state, Path(__file__).resolve().parent.parent),
-        "compilers": {tool: guarded(_version_lines, tool) for tool in ("c++", "hipcc", "nvcc")},
+        "compilers": {tool: guarded(version_lines, tool) for tool in ("c++", "hipcc", "nvcc")},
         "rocm_version": guarded(rocm_version),
         "nvidia_gpus": guarded(nvidia_gpus),
         "amd_gpus": guarded(amd_gpus),
@@ -239,7 +234,12 @@ def _output(*command: str) -> str:
     return done.stdout.strip()
 
 
-def _version_lines(tool: str) -> list[str]:
+def version_lines(tool: str) -> list[str]:
+    """The lines of ``tool --version``.
+
+    Raises:
+        OSError: the tool is missing or failed.
+    """
     return _output(tool, "--version").splitlines()
 
 
@@ -262,139 +262,3 @@ class Check:
     ok: bool | None
     found: str
     mend: str = ""
-
-
-def checks() -> list[Check]:
-    """What is here, what is missing, and the command that mends it."""
-    installed = packages()
-    try:
-        nvidia, nvidia_error = nvidia_gpus(), ""
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        nvidia, nvidia_error = [], str(error)
-    amd = amd_gpus()
-    flavours = {name: version for name, version in installed.items() if "cupy" in name}
-    wants_rocm = bool(amd) or any("rocm" in name for name in flavours)
-    return [
-        _check_python(),
-        _check_host_compiler(installed),
-        _check_driver(nvidia, nvidia_error, amd),
-        _check_cupy(flavours, nvidia, amd),
-        _check_rocm(wants_rocm),
-        _check_hipcc(wants_rocm),
-        _check_package("ml_dtypes", installed, "bfloat16 outside torch", required=True),
-        _check_package("torch", installed, "PyTorch arrays", required=False),
-        _check_cache(),
-    ]
-
-
-def _check_python() -> Check:
-    version = platform.python_version()
-    ok = tuple(int(part) for part in version.split(".")[:2]) >= (3, 10)
-    return Check("Python", ok, version, "" if ok else "install Python 3.10 or newer")
-
-
-def _check_host_compiler(installed: Mapping[str, str | None]) -> Check:
-    name = "C++ compiler (cpu backend)"
-    if shutil.which("c++"):
-        try:
-            return Check(name, True, _version_lines("c++")[0])
-        except (OSError, subprocess.SubprocessError) as error:
-            return Check(name, False, str(error), "pip install ziglang, and take that c++ off PATH")
-    if installed["ziglang"]:
-        return Check(name, True, f"ziglang {installed['ziglang']}")
-    return Check(name, False, "neither c++ nor ziglang", "pip install ziglang")
-
-
-def _check_driver(nvidia: list[dict[str, str | float]], nvidia_error: str, amd: list[str]) -> Check:
-    name = "GPU and driver"
-    if amd:
-        found = ", ".join(amd)
-        if os.access(KFD_DEVICE, os.R_OK | os.W_OK):
-            return Check(name, True, found)
-        mend = "sudo usermod -aG render,video $USER   # then log in again"
-        return Check(name, False, f"{found}, but no access to {KFD_DEVICE}", mend)
-    if nvidia:
-        found = "; ".join(f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in nvidia)
-        return Check(name, True, found)
-    if shutil.which("nvidia-smi"):
-        return Check(name, False, nvidia_error, "sudo modprobe nvidia && nvidia-smi")
-    return Check(name, None, "neither nvidia-smi nor KFD lists one; the cpu backend needs none")
-
-
-def _check_cupy(
-    flavours: Mapping[str, str | None], nvidia: list[dict[str, str | float]], amd: list[str]
-) -> Check:
-    name = "CuPy"
-    found = ", ".join(f"{flavour} {version}" for flavour, version in flavours.items())
-    if amd:
-        wanted = "cupy-rocm-7-0"
-    elif nvidia:
-        driver = str(nvidia[0]["driver_version"]).partition(".")[0]
-        is_new = driver.isdigit() and int(driver) >= CUDA13_DRIVER
-        wanted = "cupy-cuda13x" if is_new else "cupy-cuda12x"
-    else:
-        return Check(name, True if flavours else None, found or "not installed; no GPU needs it")
-    if not flavours:
-        return Check(name, False, "not installed", f"pip install {wanted}")
-    swap = f"pip uninstall -y {' '.join(flavours)} && pip install {wanted}"
-    if len(flavours) > 1:
-        return Check(name, False, f"{found} overwrite each other's files", swap)
-    # a plain "cupy" was built from source for what is here; a CUDA 13 driver runs CUDA 12 too
-    also = {"cupy-rocm-7-0": "amd-cupy", "cupy-cuda13x": "cupy-cuda12x"}.get(wanted)
-    if not flavours.keys() & {"cupy", wanted, also}:
-        return Check(name, False, f"{found} does not serve this GPU and driver", swap)
-    return Check(name, True, found)
-
-
-_INSTALL_ROCM = (
-    "sudo apt install rocm   # with AMD's repository of a 7.x release, "
-    "https://rocm.docs.amd.com/projects/install-on-linux"
-)
-
-
-def _check_rocm(wanted: bool) -> Check:
-    name = "ROCm SDK 7"
-    if not wanted:
-        return Check(name, None, "not needed: no AMD GPU, no CuPy for ROCm")
-    try:
-        version = rocm_version()
-    except OSError:
-        return Check(name, False, f"none in {rocm_home()}", _INSTALL_ROCM)
-    if version.partition(".")[0] != "7":
-        found = f"{version}, but cupy-rocm-7-0 loads libhiprtc.so.7"
-        return Check(name, False, found, _INSTALL_ROCM)
-    return Check(name, True, version)
-
-
-def _check_hipcc(wanted: bool) -> Check:
-    name = "hipcc on PATH"
-    if not wanted:
-        return Check(name, None, "not needed: no AMD GPU, no CuPy for ROCm")
-    if found := shutil.which("hipcc"):
-        return Check(name, True, found)
-    # CuPy asks hipcc for its include folders at every compilation, through hiprtc too
-    if (rocm_home() / "bin" / "hipcc").exists():
-        mend = f'export ROCM_HOME={rocm_home()} PATH="{rocm_home()}/bin:$PATH"'
-        return Check(name, False, f"{rocm_home()}/bin is not on PATH", mend)
-    return Check(name, False, "not installed; CuPy needs it even for hiprtc", _INSTALL_ROCM)
-
-
-def _check_package(
-    package: str, installed: Mapping[str, str | None], use: str, *, required: bool
-) -> Check:
-    name = f"{package} ({use})"
-    if version := installed[package]:
-        return Check(name, True, version)
-    return Check(name, False if required else None, "not installed", f"pip install {package}")
-
-
-def _check_cache() -> Check:
-    folder = cache_dir()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        mend = "export RMSNORM_RAW_CACHE_DIR=a/folder/you/can/write"
-        return Check("cache folder", False, f"{folder}: {error.strerror}", mend)
-    return Check("cache folder", True, str(folder))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from machines import Machine
 
 from rmsnorm_raw.backends import Backend, available, get_backend, offline
 from rmsnorm_raw.backends.kernel_report import KernelReport
@@ -86,6 +87,12 @@ def no_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "rocm"))
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A made-up machine on which nothing is installed."""
+    return Machine(tmp_path, monkeypatch)
 
 
 #: a loop that copies a row to LDS and stores one, with one row in flight

@@ -68,7 +68,7 @@ def test_doctor_fails_where_nothing_can_run_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check = Check("C++ compiler", False, "neither c++ nor ziglang", "pip install ziglang")
-    monkeypatch.setattr("rmsnorm_raw.environment.checks", lambda: [check])
+    monkeypatch.setattr("rmsnorm_raw.doctor.checks", lambda: [check])
     monkeypatch.setattr(backends, "available", lambda name: f"no {name}: pip install [{name}]")
     result = run("doctor")
     assert result.exit_code == 1
