@@ -65,7 +65,7 @@ class Verdict:
         passed: whether every check passed.
         worst: by output, the largest |error| / bound; at most 1 is right, inf stands for a NaN or
             for an exact value missed.
-        seed: of the data; ``verify(..., seed=verdict.seed)`` repeats the run.
+        seed: of the data; ``k.check(seed=verdict.seed)`` repeats the run.
         message: what is wrong, one line a fault; "" where nothing is.
     """
 
@@ -75,7 +75,8 @@ class Verdict:
     message: str
 
     def __str__(self) -> str:
-        ratios = ", ".join(f"{name} {ratio:.3g}" for name, ratio in self.worst.items())
+        shown = {name: min(r, 0.999) if r < 1 else r for name, r in self.worst.items()}  # not "1"
+        ratios = ", ".join(f"{name} {ratio:.3g}" for name, ratio in shown.items())
         if self.passed:
             return f"passed (worst error / bound: {ratios or 'no elements'}; seed {self.seed})"
         return f"failed (seed {self.seed}): {self.message}"
@@ -89,7 +90,7 @@ def require(verdict: Verdict, problem: Problem, config: Config) -> None:
     if not verdict.passed:
         raise WrongResult(
             f"config {config.slug!r} computes {problem} wrongly: {verdict}\n"
-            f"repeat it with verify(..., seed={verdict.seed})"
+            f"repeat it on the kernel that rr.build returned: k.check(seed={verdict.seed})"
         )
 
 

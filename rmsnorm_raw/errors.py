@@ -54,3 +54,7 @@ class SimulatorError(LaunchError):
 
 class WrongResult(RmsnormRawError, RuntimeError):
     """A kernel failed the correctness gate; it gets no time."""
+
+
+class Unmeasurable(RmsnormRawError, RuntimeError):
+    """There is no honest time to be had: the message says why and what can be measured instead."""

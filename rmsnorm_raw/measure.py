@@ -29,7 +29,8 @@ from rmsnorm_raw import check, stats
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import ROTATED_CACHES, clone_plans
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
+from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.errors import Unmeasurable as Unmeasurable
 from rmsnorm_raw.module import Binary
 from rmsnorm_raw.problem import Problem
 
@@ -51,10 +52,6 @@ TRAIN_CALLS = 100
 EVICTED_CACHES = 2
 #: a host that is still late behind this much device work is not slow, it waits for the device
 MAX_AHEAD_US = 20_000.0
-
-
-class Unmeasurable(RmsnormRawError, RuntimeError):
-    """There is no honest time to be had: the message says why and what can be measured instead."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

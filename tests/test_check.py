@@ -316,3 +316,14 @@ def test_a_failing_verdict_raises_with_the_slug_and_the_seed() -> None:
     assert str(bad) == f"failed (seed 3): {bad.message}"
     good = Verdict(True, {"y": 0.9876, "rstd": 0.1}, 3, "")
     assert repr(good) == "<Verdict: passed (worst error / bound: y 0.988, rstd 0.1; seed 3)>"
+
+
+def test_a_ratio_below_its_limit_never_reads_as_the_limit() -> None:
+    shown = str(Verdict(True, {"dx": 0.9998, "dweight": 0.99999999, "rstd": 1.0}, 3, ""))
+    assert "dx 0.999, dweight 0.999, rstd 1;" in shown
+
+
+def test_a_failure_names_the_call_that_repeats_it() -> None:
+    problem = Problem.forward(5, 256, "bf16")
+    with pytest.raises(WrongResult, match=r"k\.check\(seed=3\)"):
+        check.require(Verdict(False, {"y": 9.0}, 3, "y is off"), problem, Config())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import store
+from rmsnorm_raw import measure, store
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(rr.__file__).resolve().parent
@@ -60,6 +60,15 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
         pytest.importorskip("torch", reason="torch is not installed")
     assert getattr(rr, name).__doc__
     assert name in dir(rr)
+
+
+def test_a_listing_shows_the_public_names_alone() -> None:
+    assert dir(rr) == sorted(rr.__all__)
+
+
+def test_every_error_of_the_packages_own_lives_in_errors() -> None:
+    assert rr.errors.Unmeasurable is measure.Unmeasurable
+    assert issubclass(rr.errors.Unmeasurable, rr.errors.RmsnormRawError)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -138,3 +138,14 @@ def test_a_folder_of_something_else_is_left_alone(no_rocm: Path) -> None:
     target.mkdir()
     with pytest.raises(BackendUnavailable, match=r"has no libhiprtc\.so\.7 .*remove it and fetch"):
         fetch_wheel("7.0.0", target)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(
+    no_rocm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (no_rocm / "file").touch()
+    folder = no_rocm / "file" / "libraries"
+    assert rocm_libraries.main(["fetch", "7.0.0", str(folder)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{folder} cannot be made (")
+    assert line.endswith("give another folder")

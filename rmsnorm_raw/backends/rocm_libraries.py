@@ -176,6 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RmsnormRawError as error:
         print(error, file=sys.stderr)
         return 1
+    except OSError as error:
+        folder = given.folder or wheel_folder(given.release)
+        print(f"{folder} cannot be made ({error}): give another folder", file=sys.stderr)
+        return 1
     return 0
 
 
