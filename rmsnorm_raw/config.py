@@ -128,19 +128,16 @@ class Config:
         """The config that a slug names; knobs may come in any order, omitted ones keep defaults.
 
         Raises:
-            InvalidConfig: a part that names no knob (with the nearest that does), or one twice.
+            InvalidConfig: a part that names no knob (with what may have been meant), or one twice.
         """
         if not slug.strip():
-            raise InvalidConfig(slug, "is empty; a slug reads like 'b256-t256-v16-reg'")
+            raise InvalidConfig(slug, f"is empty; {_READS_LIKE}")
         parts = slug.strip().split("-")
         knobs = [_knob(part) for part in parts]
         fields: dict[str, object] = {}
         for part, knob in zip(parts, knobs, strict=True):
             if knob is None:
-                near = _nearest(parts, knobs)
-                raise InvalidConfig(
-                    slug, f"{part!r} names no knob; the nearest valid slug is {near!r}"
-                )
+                raise InvalidConfig(slug, f"{part!r} names no knob; {_suggestion(slug)}")
             for field in knob.keys() & fields.keys():
                 raise InvalidConfig(slug, f"{part!r} sets {field} a second time: give a knob once")
             fields.update(knob)
@@ -186,16 +183,36 @@ def _knob(part: str) -> dict[str, object] | None:
     return None
 
 
-def _nearest(parts: Sequence[str], knobs: Sequence[dict[str, object] | None]) -> str:
-    """The slug with each part that is no knob replaced by the most similar one not given yet."""
+#: likeness, 0 to 1, from which a part may have been meant; below it nothing is suggested
+NEAR = 0.6
+_READS_LIKE = "a slug reads like 'b256-t256-v16-reg'"
+
+
+def _suggestion(slug: str) -> str:
+    """What may have been meant by a slug that does not parse, in whatever case and separators."""
+    plain = re.sub(r"[\s_,]+", "-", slug.strip().lower())
+    if difflib.get_close_matches(plain, ["ladder"], cutoff=0.7):
+        return "config='ladder' is the ladder's choice"
+    near = _nearest([PATH_SLUG.get(part, part) for part in plain.split("-")])
+    return f"the nearest valid slug is {near!r}" if near else _READS_LIKE
+
+
+def _nearest(parts: Sequence[str]) -> str:
+    """The slug with each part that is no knob replaced by the most similar one not given yet.
+
+    "" where a part is like none.
+    """
+    knobs = [_knob(part) for part in parts]
     given = {field for knob in knobs if knob for field in knob}
     near: list[str] = []
     for part, knob in zip(parts, knobs, strict=True):
         if knob is None:
-            similar = difflib.get_close_matches(part, _EXAMPLES, n=len(_EXAMPLES), cutoff=0.0)
+            similar = difflib.get_close_matches(part, _EXAMPLES, n=len(_EXAMPLES), cutoff=NEAR)
             free = [name for name in similar if not given & (_knob(name) or {}).keys()]
-            part = free[0] if free else ""
+            if not free:
+                return ""
+            part = free[0]
             given |= (_knob(part) or {}).keys()
-        if part and part not in near:
+        if part not in near:
             near.append(part)
     return "-".join(near)

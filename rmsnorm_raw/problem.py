@@ -19,19 +19,38 @@ MAX_ROWS = 1 << 40
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
-def dtype_name(name: str) -> str:
-    """The long name of a dtype given by its long or short name ("bf16" -> "bfloat16").
+def dtype_name(dtype: object) -> str:
+    """The long name of a dtype: "bfloat16" of "bf16", of ml_dtypes.bfloat16, of torch.bfloat16.
+
+    Args:
+        dtype: a long or short name, or a dtype of NumPy, ml_dtypes, torch or JAX.
 
     Raises:
         InvalidInput: the dtype is not one of fp16, bf16, fp32.
     """
+    name = dtype if isinstance(dtype, str) else _own_name(dtype)
     for long, short in SHORT_NAME.items():
         if name in (long, short):
             return long
     raise InvalidInput(
-        f"dtype {name!r} is not supported: use float16, bfloat16 or float32 "
-        "(convert with .astype(...) or .to(...) first)"
+        f"dtype {dtype!r} is not supported: use {', '.join(SHORT_NAME.values())} "
+        f"({', '.join(SHORT_NAME)})"
     )
+
+
+def _own_name(dtype: object) -> object:
+    """What a library calls a dtype of its own; torch's have no name but their text."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    return name or str(dtype).removeprefix("torch.")
+
+
+def require_problem(problem: object) -> None:
+    """Raises InvalidInput, with how to make one, unless it is a Problem."""
+    if not isinstance(problem, Problem):
+        raise InvalidInput(
+            f"the problem is {problem!r}: give a Problem, such as "
+            "rr.Problem.forward(32768, 8192, 'bf16')"
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -92,9 +111,9 @@ class Problem:
         cls,
         rows: int,
         cols: int,
-        dtype: str,
+        dtype: object,
         *,
-        weight_dtype: str | None = "same",
+        weight_dtype: object = "same",
         eps: float = 1e-6,
         store_rstd: bool = True,
         alignment: int = 16,
@@ -102,11 +121,12 @@ class Problem:
         """y = x * rsqrt(mean(x^2) + eps) * weight over (rows, cols).
 
         Args:
-            weight_dtype: a dtype name, "same" for the activations' dtype, or None for no weight.
+            dtype: a name ("bf16", "bfloat16"), or a dtype of NumPy, ml_dtypes, torch or JAX.
+            weight_dtype: likewise, "same" for the activations' dtype, or None for no weight.
         """
-        dtype = dtype_name(dtype)
+        act = dtype_name(dtype)
         return cls(
-            "forward", rows, cols, dtype, _weight_dtype(weight_dtype, dtype), eps,
+            "forward", rows, cols, act, _weight_dtype(weight_dtype, act), eps,
             store_rstd=store_rstd, alignment=alignment,
         )  # fmt: skip
 
@@ -115,9 +135,9 @@ class Problem:
         cls,
         rows: int,
         cols: int,
-        dtype: str,
+        dtype: object,
         *,
-        weight_dtype: str | None = "same",
+        weight_dtype: object = "same",
         eps: float = 1e-6,
         has_rstd: bool = True,
         need_dx: bool = True,
@@ -125,10 +145,10 @@ class Problem:
         alignment: int = 16,
     ) -> Problem:
         """dx and dweight of the forward, from dout, x, weight and rstd; see :meth:`forward`."""
-        dtype = dtype_name(dtype)
-        weight = _weight_dtype(weight_dtype, dtype)
+        act = dtype_name(dtype)
+        weight = _weight_dtype(weight_dtype, act)
         return cls(
-            "backward", rows, cols, dtype, weight, eps, has_rstd=has_rstd, need_dx=need_dx,
+            "backward", rows, cols, act, weight, eps, has_rstd=has_rstd, need_dx=need_dx,
             need_dweight=need_dweight and weight is not None, alignment=alignment,
         )  # fmt: skip
 
@@ -181,7 +201,9 @@ class Problem:
         return f"{self.op} {self.rows}x{self.cols} {pair}"
 
 
-def _weight_dtype(weight_dtype: str | None, dtype: str) -> str | None:
+def _weight_dtype(weight_dtype: object, dtype: str) -> str | None:
     if weight_dtype is None:
         return None
-    return dtype if weight_dtype == "same" else dtype_name(weight_dtype)
+    if isinstance(weight_dtype, str) and weight_dtype == "same":
+        return dtype
+    return dtype_name(weight_dtype)

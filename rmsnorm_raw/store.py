@@ -98,13 +98,21 @@ def choose(
             :func:`resolve`.
 
     Raises:
+        InvalidInput: it is none of these.
         InvalidConfig: the slug does not parse, or nothing fits the problem.
     """
     if config is None:
         return resolve(problem, backend)
+    if isinstance(config, Config):
+        return config, "given"
+    if not isinstance(config, str):
+        raise InvalidInput(
+            f"config is {config!r}: give a slug such as 'b256-t256-v16-reg', a Config, 'ladder' or "
+            "None"
+        )
     if config == "ladder":
         return ladder.default_config(problem, backend.device), "ladder"
-    return (Config.parse(config) if isinstance(config, str) else config), "given"
+    return Config.parse(config), "given"
 
 
 def resolve(problem: Problem, backend: Backend) -> tuple[Config, str]:

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import io
 import json
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -27,7 +28,7 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.lab import Steps
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.problem import Problem, require_problem
 from rmsnorm_raw.search import NOISE_PCT, Final, Search
 from rmsnorm_raw.stats import MIN_SAMPLES, Comparison, compare
 from rmsnorm_raw.worker import Worker
@@ -173,17 +174,14 @@ def tune(
         progress: called with what begins.
 
     Raises:
-        InvalidInput: no such effort, or the problem launches nothing.
+        InvalidInput: see :func:`require_tunable`.
         InvalidConfig: nothing fits the problem.
         SearchFailed: the ladder's config does not compile or run.
         WrongResult: it fails the gate.
         MemoryError: the problem's tensors do not fit the device.
         WorkerLost: the worker does not start.
     """
-    if effort not in EFFORTS:
-        raise InvalidInput(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
-    if not (problem.rows and problem.cols) or not (problem.need_dx or problem.need_dweight):
-        raise InvalidInput(f"{problem} launches nothing: there is nothing to tune")
+    require_tunable(problem, effort, budget_s)
     where = get_backend(backend) if backend is None or isinstance(backend, str) else backend
     asked = EFFORTS[effort]
     if asked is None:
@@ -215,6 +213,17 @@ def tune(
         )
         store.save(key, record)
     return decision
+
+
+def require_tunable(problem: Problem, effort: str, budget_s: float | None) -> None:
+    """Raises InvalidInput, with what to give, where :func:`tune` has nothing to begin with."""
+    require_problem(problem)
+    if effort not in EFFORTS:
+        raise InvalidInput(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
+    if budget_s is not None and not (isinstance(budget_s, numbers.Real) and budget_s > 0):
+        raise InvalidInput(f"a budget of {budget_s!r} s: give seconds above 0, or None")
+    if not (problem.rows and problem.cols) or not (problem.need_dx or problem.need_dweight):
+        raise InvalidInput(f"{problem} launches nothing: there is nothing to tune")
 
 
 def _stays(problem: Problem, backend: Backend) -> Config:

@@ -11,15 +11,9 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar, overload
-
-from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 
 from rmsnorm_raw import (
     bandwidth,
@@ -40,8 +34,9 @@ from rmsnorm_raw.backends.kernel_report import LaunchReport
 from rmsnorm_raw.backends.offline import OfflineCode, offline_backend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec, known_device
-from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
+from rmsnorm_raw.explanation import Explanation
+from rmsnorm_raw.problem import Problem, require_problem
 from rmsnorm_raw.ready import ready
 
 K = TypeVar("K", bound="Kernel")
@@ -58,6 +53,7 @@ def default_config(problem: Problem, device: str | DeviceSpec | None = None) -> 
         InvalidInput: no device has that name.
         InvalidConfig: nothing fits, with the reason.
     """
+    require_problem(problem)
     return ladder.default_config(problem, _device(device))
 
 
@@ -67,6 +63,7 @@ def enumerate_configs(problem: Problem, device: str | DeviceSpec | None = None) 
     Args:
         device: as in :func:`default_config`.
     """
+    require_problem(problem)
     return space.enumerate_configs(problem, _device(device))
 
 
@@ -76,63 +73,11 @@ def explain(problem: Problem, device: str | DeviceSpec | None = None) -> Explana
     Args:
         device: as in :func:`default_config`; records are those of the device that is here.
     """
+    require_problem(problem)
     spec = _device(device)
     found, choice = space.enumerate_configs(problem, spec), ladder.default_config(problem, spec)
     used, origin = (choice, "ladder") if device else store.resolve(problem, get_backend())
     return Explanation(problem, spec, found, choice, used, origin)
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Explanation:
-    """What :func:`explain` returns; print it, or let the REPL do so.
-
-    Attributes:
-        problem: what was asked about.
-        device: for which device.
-        space: every config, kept or refused with its reason.
-        choice: the ladder's config.
-        used: the config of a call that names none.
-        origin: where that is from: "tuned", "known best" or "ladder".
-    """
-
-    problem: Problem
-    device: DeviceSpec
-    space: space.Space
-    choice: Config
-    used: Config
-    origin: str
-
-    @property
-    def reasons(self) -> tuple[tuple[int, str, Config], ...]:
-        """(count, reason, config) of each kind of refusal, the commonest first.
-
-        Reasons that differ in their numbers alone are of one kind; the first stands for all.
-        """
-        kinds: dict[str, list[tuple[Config, str]]] = {}
-        for config, reason in self.space.rejected:
-            kinds.setdefault(re.sub(r"\d+", "#", reason), []).append((config, reason))
-        refused = sorted(kinds.values(), key=len, reverse=True)
-        return tuple((len(alike), alike[0][1], alike[0][0]) for alike in refused)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        kept = self.space.kept
-        yield f"{self.problem} on {self.device.name} ({self.device.arch})"
-        yield f"{len(kept)} kept, -> the ladder's choice, {len(self.space.rejected)} rejected"
-        if self.used != self.choice:
-            yield f"in use: {self.used.slug} ({self.origin})"
-        slugs = [("-> " if config == self.choice else "   ") + config.slug for config in kept]
-        if self.choice not in kept:
-            slugs.insert(0, f"-> {self.choice.slug}, outside the search")
-        yield Columns(slugs, column_first=True)
-        table = Table("count", "rejected because (one of its kind)", "config", box=None)
-        for count, reason, config in self.reasons:
-            table.add_row(str(count), reason, config.slug)
-        yield table
-
-    def __repr__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=120).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -169,6 +114,18 @@ class Kernel:
             BackendUnavailable: on the simulator; or a tool that shows it is missing.
         """
         return self.binary.backend.assembly(self.source)
+
+    @property
+    def faults(self) -> list[str]:
+        """What the static gate finds wrong with AMD's machine code; [] if nothing.
+
+        Raises:
+            BackendUnavailable: the kernel was not built with ``device=``.
+        """
+        raise BackendUnavailable(
+            f"the static gate reads AMD's machine code, and {self!r} has none: build it with "
+            "rr.build(p, device='gfx950')"
+        )
 
     @property
     def launches(self) -> tuple[launch.Launch, ...]:
@@ -317,12 +274,14 @@ def build(
         text: HIP text in place of the rendered one (see :meth:`Kernel.with_source`).
 
     Raises:
-        InvalidInput: no compiler here makes code for that device, or a backend was given too.
+        InvalidInput: no Problem or config was given; or no compiler here makes code for that
+            device, or a backend was given too.
         InvalidConfig: the slug does not parse, or the config does not fit the problem.
         BackendUnavailable: the backend cannot run here, or AMD's compiler is not here, with what
             to install.
         CompileError: with the slug, the compiler's log and the next step.
     """
+    require_problem(problem)
     if device is not None and backend is not None:
         raise InvalidInput(
             f"device {device!r} is compiled for with no device, backend {backend!r} is where "
@@ -394,4 +353,4 @@ def _backend(backend: str | Backend | None) -> Backend:
 def _device(device: str | DeviceSpec | None) -> DeviceSpec:
     if isinstance(device, DeviceSpec):
         return device
-    return known_device(device) if device else get_backend().device
+    return get_backend().device if device is None else known_device(device)

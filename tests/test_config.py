@@ -53,17 +53,31 @@ def test_omitted_knobs_have_fixed_defaults() -> None:
         ("b256-t128-v16-rag", "b256-t128-v16-reg"),
         ("b256-lsd3", "b256-lds3"),
         ("lds3-l", "lds3-ls"),  # another part begins with the same letter
-        ("b256-v16-b25x", "b256-v16-t256"),  # the block is given
-        ("b256-reg-foo-bar", None),
-        ("b0", None),
+        ("b256-v16-b256x", "b256-v16-t256"),  # the block is given
+        ("B256-T128-V16", "b256-t128-v16"),
+        ("b256_t128_v16_reg", "b256-t128-v16-reg"),
+        ("b256 t128, v16", "b256-t128-v16"),
+        ("b256-registers", "b256-reg"),
     ],
 )
-def test_unknown_slug_names_the_nearest(slug: str, near: str | None) -> None:
+def test_unknown_slug_names_the_nearest(slug: str, near: str) -> None:
     with pytest.raises(InvalidConfig) as error:
         Config.parse(slug)
     suggestion = str(error.value).split("nearest valid slug is ")[1].strip("'")
-    assert near in (None, suggestion)
+    assert suggestion == near
     Config.parse(suggestion)
+
+
+@pytest.mark.parametrize("slug", ["fastest", "b256-reg-foo-bar", "b0", "hello world", "-"])
+def test_a_slug_that_is_like_none_shows_one(slug: str) -> None:
+    with pytest.raises(InvalidConfig, match="names no knob; a slug reads like 'b256-t256-v16-reg'"):
+        Config.parse(slug)
+
+
+@pytest.mark.parametrize("slug", ["ladder", "Ladder", "laddr", "LADDER "])
+def test_the_ladder_is_known_and_is_no_slug(slug: str) -> None:
+    with pytest.raises(InvalidConfig, match="config='ladder' is the ladder's choice"):
+        Config.parse(slug)
 
 
 def test_an_empty_slug_shows_one() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,12 +63,47 @@ def test_dtype_names() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (np.float16, "float16"),
+        (np.dtype("float32"), "float32"),
+        (ml_dtypes.bfloat16, "bfloat16"),
+        (np.dtype(ml_dtypes.bfloat16), "bfloat16"),
+    ],
+)
+def test_a_dtype_of_a_librarys_own(dtype: Any, name: str) -> None:
+    assert dtype_name(dtype) == name
+    assert Problem.forward(1, 1, dtype) == Problem.forward(1, 1, name)
+    assert Problem.backward(1, 1, "fp32", weight_dtype=dtype).weight_dtype == name
+
+
+def test_a_dtype_of_torchs() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    for dtype in DTYPE_BYTES:
+        assert Problem.forward(1, 1, getattr(torch, dtype)).dtype == dtype
+    with pytest.raises(InvalidInput, match=r"torch\.int8 is not supported: use fp16"):
+        Problem.forward(1, 1, torch.int8)
+
+
+@pytest.mark.parametrize("dtype", [None, 3, [], float, np.float64, "same"])
+def test_what_is_no_dtype(dtype: Any) -> None:
+    with pytest.raises(InvalidInput, match="is not supported: use fp16, bf16, fp32"):
+        Problem.forward(1, 1, dtype)
+
+
+@pytest.mark.parametrize(
     ("rows", "cols", "dtype", "eps", "says"),
     [
         (-1, 4, "float32", 0.0, "rows is -1"),
         (1, -4, "float32", 0.0, "cols is -4"),
         (1, MAX_COLS + 1, "float32", 0.0, "1,048,576"),
-        (1, 4, "float64", 0.0, "float64.*float16, bfloat16 or float32"),
+        (
+            1,
+            4,
+            "float64",
+            0.0,
+            "'float64' is not supported: use fp16.*float32.$",
+        ),
         (1, 4, "int32", 0.0, "int32"),
         (1, 4, "float32", -1e-6, "eps"),
         (1, 4, "float32", math.nan, "eps"),

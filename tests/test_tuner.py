@@ -100,6 +100,11 @@ def test_where_the_ladder_stays_the_decision_says_so() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InvalidInput, match="'thorough' is not one of none, quick, full"):
         tuned(faster(), effort="thorough")
+    for budget_s in (0, -1.0, float("nan"), "5"):
+        with pytest.raises(InvalidInput, match="give seconds above 0"):
+            tuned(faster(), budget_s=budget_s)
+    with pytest.raises(InvalidInput, match="the problem is 'forward': give a Problem"):
+        tuned(faster(), "forward")  # type: ignore[arg-type]
     for nothing in (
         Problem.forward(0, 64, "fp32"),
         Problem.backward(8, 64, "fp32", need_dx=False, need_dweight=False),

@@ -135,6 +135,27 @@ def test_a_device_that_no_compiler_here_knows_is_refused() -> None:
         rr.build(FORWARD, device="sm_90")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [rr.build, rr.explain, rr.default_config, rr.enumerate_configs],
+    ids=lambda it: it.__name__,
+)
+def test_what_is_no_problem_is_refused(call: Callable[..., object]) -> None:
+    with pytest.raises(InvalidInput, match="the problem is 'forward': give a Problem, such as"):
+        call("forward")
+
+
+@pytest.mark.parametrize("config", [7, {"block": 256}, b"b256"])
+def test_what_is_no_config_is_refused(config: Any, cpu64: Backend) -> None:
+    with pytest.raises(InvalidInput, match=r"config is .*: give a slug such as"):
+        rr.build(rr.Problem.forward(5, 256, "bf16"), config, backend=cpu64)
+
+
+def test_faults_of_a_kernel_without_amds_machine_code_are_refused(forward: rr.Kernel) -> None:
+    with pytest.raises(BackendUnavailable, match=r"build it with rr\.build\(p, device='gfx950'\)"):
+        forward.faults  # noqa: B018
+
+
 def test_a_device_and_a_backend_are_refused(cpu64: Backend) -> None:
     with pytest.raises(InvalidInput, match="give one of the two"):
         rr.build(FORWARD, device="gfx950", backend=cpu64)
