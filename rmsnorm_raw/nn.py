@@ -48,7 +48,7 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None) -> Any:
 
     Returns:
         A contiguous tensor of x's shape and dtype, under autocast too. It is differentiable, more
-        than once as well: what ``create_graph`` asks for is computed by the plain formula.
+        than once as well and in forward mode: what these ask for is computed by the plain formula.
 
     Raises:
         InvalidInput: a shape, dtype, device or eps that no kernel can serve.
@@ -64,11 +64,12 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None) -> Any:
         return rms_norm(x.flatten(-dims), weight.flatten(), eps).view(x.shape)
     if eps is None:
         eps = torch.finfo(x.dtype).eps if x.dtype is torch.float64 else EPS
+    if forward_ad._current_level >= 0:  # forward mode, whose tangents are in no flag of a tensor
+        return _formula_forward(x, weight, eps)[0]
     if not _is_eager(x, weight):
         return torch.ops.rmsnorm_raw.rmsnorm_fwd(x, weight, eps)[0]
     wanted = x.requires_grad or (weight is not None and weight.requires_grad)
-    # forward mode's tangents are in no flag of a tensor; the Function refuses them
-    if (wanted and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+    if wanted and torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     return _forward(x, weight, eps, store_rstd=False)[0]
 
@@ -261,6 +262,7 @@ def _formula_forward(x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     if not x.is_floating_point():
         raise InvalidInput(f"x is {x.dtype}: pass a tensor of floating-point numbers")
     layouts.require_fit(_kind(x), _kind(weight))
+    layouts.require_eps(eps)
     rstd = _formula_rstd(x, eps)
     y = _wide(x) * rstd.unsqueeze(-1)
     if weight is not None:

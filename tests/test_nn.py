@@ -464,14 +464,39 @@ def test_double_backward(backend: str, way: str, monkeypatch: pytest.MonkeyPatch
     assert torch.autograd.gradgradcheck(call, few)
 
 
-def test_forward_mode_and_torch_func_are_refused(backend: str) -> None:
-    x, weight, _ = tensors(torch.float32)
+def test_forward_mode_is_the_formulas(backend: str) -> None:
+    x, weight, dout = (t.detach() for t in tensors(torch.float32))
+
+    def reference(x: Any, weight: Any) -> Any:
+        return functional.rms_norm(x, (x.shape[-1],), weight)
+
+    want = torch.func.jvp(reference, (x, weight), (dout, weight))
+    for call in (nn.rms_norm, torch.compile(nn.rms_norm, backend="eager")):
+        torch.testing.assert_close(torch.func.jvp(call, (x, weight), (dout, weight)), want)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.jvp(nn.rms_norm, (x, weight), (dout, weight)), want)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            nn.rms_norm(dual, weight.detach())
+        dual = torch.autograd.forward_ad.make_dual(x, dout)
+        got = torch.autograd.forward_ad.unpack_dual(nn.rms_norm(dual, weight))
+    tangent = torch.func.jvp(lambda x: reference(x, weight), (x,), (dout,))[1]
+    torch.testing.assert_close(got.tangent, tangent)
+    row = x[:1]
+    torch.testing.assert_close(
+        torch.func.jacfwd(nn.RMSNorm(row.shape[-1]))(row),
+        torch.func.jacfwd(torch.nn.RMSNorm(row.shape[-1]))(row),
+    )
+
+
+def test_torch_func_grad_is_refused(backend: str) -> None:
+    x = tensors(torch.float32)[0].detach()
     with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda x: nn.rms_norm(x).sum())(x.detach())
+        torch.func.grad(lambda x: nn.rms_norm(x).sum())(x)
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf")])
+def test_an_eps_that_makes_no_sense_is_refused(backend: str, eps: float) -> None:
+    with pytest.raises(InvalidInput, match="eps"):
+        nn.rms_norm(torch.ones(2, 8), eps=eps)
 
 
 def test_two_processes(tmp_path: Path) -> None:
