@@ -14,7 +14,7 @@ import csv
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from perf.command_line import start
 from rmsnorm_raw import check, environment, ladder, module, stats, store
@@ -39,16 +39,13 @@ LIMITS = {
 STAYS = "LADDER"
 
 
-def contenders(
-    records: Mapping[store.Key, store.Record], backend: Backend
-) -> list[tuple[Problem, Config, Config]]:
-    """(problem, the ladder's config, the record's) at the lower end of each record's bucket."""
-    found = []
-    for key, record in records.items():
-        base = ladder.default_config(key.problem, backend.device)
-        stays = record.config.slug in key.ladder or not record.has_winner
-        found.append((key.problem, base, base if stays else record.config))
-    return found
+def contenders(backend: Backend) -> list[tuple[Problem, Config, Config]]:
+    """(problem, the ladder's config, the one in use) at the lower end of each record's bucket."""
+    problems = [key.problem for key in store.applying(backend)]
+    return [
+        (each, ladder.default_config(each, backend.device), store.resolve(each, backend)[0])
+        for each in problems
+    ]
 
 
 def build(planned: Sequence[tuple[Problem, Config, Config]], backend: Backend) -> None:
@@ -113,7 +110,7 @@ def mean(rows: Sequence[Row]) -> float:
 def main() -> int:
     """The command line."""
     backend, out = start("tuned_vs_ladder", __doc__)
-    planned = contenders(store.applying(backend), backend)
+    planned = contenders(backend)
     if not planned:
         print(f"no record in {store.folder()} serves {backend.device.name}: rmsnorm-raw tune --all")
         return 1
