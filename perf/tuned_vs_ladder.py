@@ -25,6 +25,7 @@ from rmsnorm_raw.measure import Limits
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.search import NOISE_PCT, REGIMES
 from rmsnorm_raw.source import render
+from rmsnorm_raw.study import sweep
 from rmsnorm_raw.study.tuning import Row, problem_columns
 
 COLUMNS = (
@@ -46,15 +47,6 @@ def contenders(backend: Backend) -> list[tuple[Problem, Config, Config]]:
         (each, ladder.default_config(each, backend.device), store.resolve(each, backend)[0])
         for each in problems
     ]
-
-
-def build(planned: Sequence[tuple[Problem, Config, Config]], backend: Backend) -> None:
-    """Compile all of them, in parallel."""
-    device = backend.device
-    module.build_all(
-        [render(p, config, device) for p, *both in planned for config in dict.fromkeys(both)],
-        backend,
-    )
 
 
 def compared(problem: Problem, base: Config, tuned: Config, lab: Lab) -> Iterator[Row]:
@@ -115,7 +107,7 @@ def main() -> int:
         print(f"no record in {store.folder()} serves {backend.device.name}: rmsnorm-raw tune --all")
         return 1
     print(f"{len(planned)} records on {backend.device.name}")
-    build(planned, backend)
+    sweep.build_all([(problem, config) for problem, *both in planned for config in both], backend)
     lab = Lab(backend)
     rows: list[Row] = []
     with (out / "tuned_vs_ladder.csv").open("w", newline="") as file:
