@@ -5,8 +5,8 @@
 No device is needed. Compiles what the space keeps for 32768x8192 and 32768x1024 bf16, forward and
 backward, with ROCm 7.0.0 and 7.2.4, holds the machine code against the config
 (rmsnorm_raw/backends/static_gate.py), and writes gate.csv and environment.json. Exit code 1 if
-anything has a fault. Every pair of values of two knobs that the space keeps is among
-them; every pair of configs that differ in one knob, too, and so a knob that does nothing shows.
+anything has a fault. With every config present so is every neighbour in one knob, and a knob that
+does nothing shows.
 """
 
 from __future__ import annotations

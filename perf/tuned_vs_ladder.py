@@ -14,7 +14,7 @@ import csv
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from perf.command_line import start
 from rmsnorm_raw import check, environment, ladder, module, stats, store
@@ -25,6 +25,7 @@ from rmsnorm_raw.measure import Limits
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.search import NOISE_PCT, REGIMES
 from rmsnorm_raw.source import render
+from rmsnorm_raw.study import sweep
 from rmsnorm_raw.study.tuning import Row, problem_columns
 
 COLUMNS = (
@@ -39,25 +40,13 @@ LIMITS = {
 STAYS = "LADDER"
 
 
-def contenders(
-    records: Mapping[store.Key, store.Record], backend: Backend
-) -> list[tuple[Problem, Config, Config]]:
-    """(problem, the ladder's config, the record's) at the lower end of each record's bucket."""
-    found = []
-    for key, record in records.items():
-        base = ladder.default_config(key.problem, backend.device)
-        stays = record.config.slug in key.ladder or not record.has_winner
-        found.append((key.problem, base, base if stays else record.config))
-    return found
-
-
-def build(planned: Sequence[tuple[Problem, Config, Config]], backend: Backend) -> None:
-    """Compile all of them, in parallel."""
-    device = backend.device
-    module.build_all(
-        [render(p, config, device) for p, *both in planned for config in dict.fromkeys(both)],
-        backend,
-    )
+def contenders(backend: Backend) -> list[tuple[Problem, Config, Config]]:
+    """(problem, the ladder's config, the one in use) at the lower end of each record's bucket."""
+    problems = [key.problem for key in store.applying(backend)]
+    return [
+        (each, ladder.default_config(each, backend.device), store.resolve(each, backend)[0])
+        for each in problems
+    ]
 
 
 def compared(problem: Problem, base: Config, tuned: Config, lab: Lab) -> Iterator[Row]:
@@ -113,12 +102,12 @@ def mean(rows: Sequence[Row]) -> float:
 def main() -> int:
     """The command line."""
     backend, out = start("tuned_vs_ladder", __doc__)
-    planned = contenders(store.applying(backend), backend)
+    planned = contenders(backend)
     if not planned:
         print(f"no record in {store.folder()} serves {backend.device.name}: rmsnorm-raw tune --all")
         return 1
     print(f"{len(planned)} records on {backend.device.name}")
-    build(planned, backend)
+    sweep.build_all([(problem, config) for problem, *both in planned for config in both], backend)
     lab = Lab(backend)
     rows: list[Row] = []
     with (out / "tuned_vs_ladder.csv").open("w", newline="") as file:

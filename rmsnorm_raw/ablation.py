@@ -6,7 +6,7 @@ the ladder's, with its interval. What the space refuses stands in the table with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rmsnorm_raw import candidates, ladder, space, stats
@@ -102,33 +102,3 @@ def _changed(
         return Change(change, config, why_not=why_not[config])
     compared = stats.compare(taken[base].times_us, taken[config].times_us)
     return Change(change, config, taken[config], compared)
-
-
-COLUMNS = (
-    "op", "m", "n", "act", "weight", "regime", "change", "config", "median_us", "low_us",
-    "high_us", "samples", "verdict", "ratio", "ratio_low", "ratio_high", "why_not",
-)  # fmt: skip
-
-
-def columns(change: Change) -> dict[str, str]:
-    """The columns of :data:`COLUMNS` from ``change`` on, as text."""
-    row = {"change": change.change or "the ladder", "config": change.config.slug}
-    if change.samples is not None:
-        taken = change.samples
-        row |= {"regime": taken.regime, "samples": str(len(taken.times_us))}
-        row |= {"median_us": f"{taken.median_us:.3f}", "low_us": f"{taken.low_us:.3f}"}
-        row["high_us"] = f"{taken.high_us:.3f}"
-    if change.comparison is not None:
-        found = change.comparison
-        row |= {"verdict": found.verdict.value, "ratio": f"{found.ratio:.4f}"}
-        row |= {"ratio_low": f"{found.low:.4f}", "ratio_high": f"{found.high:.4f}"}
-    return row | {"why_not": change.why_not}
-
-
-def verdicts(changes: Sequence[Change]) -> dict[str, int]:
-    """How many changes are FASTER, SLOWER, SAME and UNCLEAR."""
-    counts = dict.fromkeys((outcome.value for outcome in stats.Outcome), 0)
-    for change in changes:
-        if change.comparison is not None:
-            counts[change.comparison.verdict.value] += 1
-    return counts

@@ -1,8 +1,9 @@
 """``rmsnorm-raw``: the workbench from a shell.
 
 Results go to stdout and into files, progress and errors to stderr. Exit code 1: a cell of a sweep
-failed, or nothing can run here; 2: a wrong argument or another error of the package's own, as one
-message. Modules are imported by the commands that need them, so that ``--help`` is quick.
+or a search failed, a search was interrupted, or nothing can run here; 2: a wrong argument or
+another error of the package's own, as one message. Modules are imported by the commands that need
+them, so that ``--help`` is quick.
 """
 
 from __future__ import annotations

@@ -89,7 +89,6 @@ def clone_plans(
     config: Config,
     binary: Binary,
     *,
-    limit: int = MAX_CLONES,
     stream: int = 0,
 ) -> Clones:
     """Clones in an arena of their own, inputs written, and a plan for each; see :func:`arena`.
@@ -99,7 +98,7 @@ def clone_plans(
     """
     if not launch.launches(problem, config, binary):
         raise InvalidInput(f"{problem} launches nothing: there is nothing to time")
-    made = arena(problem, [config], binary.backend, limit=limit, stream=stream)
+    made = arena(problem, [config], binary.backend, stream=stream)
     return made.clones(config, binary)
 
 
@@ -108,12 +107,11 @@ def arena(
     configs: Sequence[Config],
     backend: Backend,
     *,
-    limit: int = MAX_CLONES,
     stream: int = 0,
 ) -> Arena:
     """Clones of a problem that launches something, for any of some configs.
 
-    As many as together exceed three last-level caches; at least 2, at most ``limit`` and 16 GiB.
+    As many as together exceed three last-level caches; at least 2, at most 64 and 16 GiB.
     Inputs and outputs rotate, the weight with them. The workspace does not: real use, too, hands
     call after call on a stream the same one, so it is as warm here as there.
     """
@@ -126,7 +124,7 @@ def arena(
     for name, size_bytes in sizes.items():
         offsets[name] = clone_bytes
         clone_bytes += _aligned(size_bytes)
-    count = clone_count(backend.device, clone_bytes, limit)
+    count = clone_count(backend.device, clone_bytes)
     base, owner = backend.allocate(workspace_bytes + count * clone_bytes)
     first = base + workspace_bytes
     clones = []
@@ -147,12 +145,13 @@ def arena(
     return Arena(problem, backend, tuple(clones), clone_bytes, workspace_bytes, owner)
 
 
-def clone_count(device: DeviceSpec, clone_bytes: int, limit: int = MAX_CLONES) -> int:
-    """As many clones as :func:`clone_plans` says."""
+def clone_count(device: DeviceSpec, clone_bytes: int) -> int:
+    """As many clones as :func:`arena` says."""
     if device.simulated:
         return MIN_CLONES  # there is no cache to exceed
     cache_bytes = ROTATED_CACHES * device.last_level_cache_bytes
-    return max(MIN_CLONES, min(cache_bytes // clone_bytes + 1, limit, BUDGET_BYTES // clone_bytes))
+    wanted = min(cache_bytes // clone_bytes + 1, BUDGET_BYTES // clone_bytes, MAX_CLONES)
+    return max(MIN_CLONES, wanted)
 
 
 def _aligned(size_bytes: int) -> int:

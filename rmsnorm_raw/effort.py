@@ -14,7 +14,6 @@ class Effort:
     """How hard to look.
 
     Attributes:
-        name: "quick" or "full".
         budget_s: seconds of a search; none begins anything after that.
         exploring: share of the budget for compiling, gating and screening.
         round: configs of a round of exploring.
@@ -24,7 +23,6 @@ class Effort:
         steady: likewise.
     """
 
-    name: str
     budget_s: dict[Op, float]
     exploring: float
     round: int
@@ -36,12 +34,12 @@ class Effort:
 
 #: On an H200 with 16 cores a round of 32 takes about a second forward, two backward.
 QUICK = Effort(
-    "quick", {"forward": 8.0, "backward": 16.0}, 0.3, 32, ((8, 24), (3, 48)), 2,
+    {"forward": 8.0, "backward": 16.0}, 0.3, 32, ((8, 24), (3, 48)), 2,
     Limits(budget_s=1.0, goal_pct=0.5, min_samples=36, max_samples=96),
     Limits(budget_s=0.5, goal_pct=0.5, min_samples=6, max_samples=12),
 )  # fmt: skip
 FULL = Effort(
-    "full", {"forward": math.inf, "backward": math.inf}, 0.7, 64,
+    {"forward": math.inf, "backward": math.inf}, 0.7, 64,
     ((32, 24), (12, 60), (6, 120)), 4,
     Limits(budget_s=2.0, goal_pct=0.3, min_samples=60, max_samples=240),
     Limits(budget_s=2.0, goal_pct=0.3, min_samples=12, max_samples=24),

@@ -152,7 +152,7 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
         # the default for that reason, unmeasured (gfx950: 83 to 172 VGPRs).
         base = replace(base, path="pingpong")
-    if finishes_early(problem, device):  # 372.5 us at 32768x8192, 374.0 with a later launch
+    if finishes_early(problem, device):  # 54.6 us at 32768x1024, 56.2 with a later launch
         base = replace(base, finish="early")
     for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
         block = _block(row, most)

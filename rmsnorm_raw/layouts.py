@@ -131,6 +131,11 @@ def require_fit(x: Kind, weight: Kind | None) -> None:
         raise InvalidInput(f"weight is on {weight[2]} and x on {device}: move one of them")
 
 
+def require_eps(eps: float) -> None:
+    """Raise InvalidInput unless eps is finite and >= 0."""
+    Problem.forward(1, 1, "float32", eps=eps)
+
+
 def require_like(x: Kind, dout: Kind, rstd: Kind) -> None:
     """Raise InvalidInput unless dout is like x, and rstd what the forward makes of x."""
     shape, dtype, device, *_ = x

@@ -48,12 +48,15 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None) -> Any:
 
     Returns:
         A contiguous tensor of x's shape and dtype, under autocast too. It is differentiable, more
-        than once as well: what ``create_graph`` asks for is computed by the plain formula.
+        than once as well and in forward mode: what these ask for is computed by the plain formula.
 
     Raises:
         InvalidInput: a shape, dtype, device or eps that no kernel can serve.
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
+    eager = _is_eager(x, weight)
+    if not eager:
+        _require_tensors(x, weight)
     if weight is not None and weight.dim() > 1:
         dims = weight.dim()
         if x.shape[-dims:] != weight.shape:
@@ -64,11 +67,12 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None) -> Any:
         return rms_norm(x.flatten(-dims), weight.flatten(), eps).view(x.shape)
     if eps is None:
         eps = torch.finfo(x.dtype).eps if x.dtype is torch.float64 else EPS
-    if not _is_eager(x, weight):
+    if forward_ad._current_level >= 0:  # forward mode, whose tangents are in no flag of a tensor
+        return _formula_forward(x, weight, eps)[0]
+    if not eager:
         return torch.ops.rmsnorm_raw.rmsnorm_fwd(x, weight, eps)[0]
     wanted = x.requires_grad or (weight is not None and weight.requires_grad)
-    # forward mode's tangents are in no flag of a tensor; the Function refuses them
-    if (wanted and torch.is_grad_enabled()) or forward_ad._current_level >= 0:
+    if wanted and torch.is_grad_enabled():
         return _RMSNorm.apply(x, weight, eps)
     return _forward(x, weight, eps, store_rstd=False)[0]
 
@@ -99,6 +103,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
 
 
 def _is_eager(x: Any, weight: Any) -> bool:
@@ -111,7 +116,14 @@ def _is_eager(x: Any, weight: Any) -> bool:
         or _transforms()
         or not (x.is_cuda or x.is_cpu)
         or x.is_neg()  # the dispatcher resolves it
+        or (weight is not None and weight.is_neg())
     )
+
+
+def _require_tensors(x: Any, weight: Any) -> None:
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "weight"):
+            raise InvalidInput(f"{name} is {type(tensor).__name__}: pass a torch.Tensor")
 
 
 class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]
@@ -126,7 +138,10 @@ class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        return *_gradients(ctx, dout, _backward), None
+        # dout may be of a subclass, or batched; so may be what hooks on saved tensors give back
+        used = [tensor for tensor in (dout, *ctx.saved_tensors) if tensor is not None]
+        eager = all(_is_eager(each, None) for each in used) and not _is_batched(dout)
+        return *_gradients(ctx, dout, _backward if eager else _BACKWARD_OPERATOR), None
 
 
 def _gradients(ctx: Any, dout: Any, compute: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -148,7 +163,10 @@ def _forward(x: Any, weight: Any, eps: float, store_rstd: bool) -> tuple[Any, An
     if x.is_cpu and not _simulates():
         return _formula_forward(x, weight, eps)
     weight, weight_address = _dense(weight)
-    address = x.data_ptr()
+    try:
+        address = x.data_ptr()
+    except RuntimeError as error:
+        raise _not_dense(x) from error
     layout = x.shape, x.dtype, x.device, x.stride()
     kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
     low, weight_low = address & 15, weight_address & 15
@@ -229,6 +247,10 @@ def _dense(tensor: Any) -> tuple[Any, int]:
     return tensor, tensor.data_ptr()
 
 
+def _not_dense(x: Any) -> InvalidInput:
+    return InvalidInput(f"x is of layout {x.layout}, without rows in memory: pass a dense tensor")
+
+
 def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
@@ -258,9 +280,12 @@ def _formula_rstd(x: Any, eps: float) -> Any:
 
 def _formula_forward(x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     """(y, rstd) in float32, float64 for a float64 x, rounded once."""
+    if x.layout is not torch.strided:
+        raise _not_dense(x)
     if not x.is_floating_point():
         raise InvalidInput(f"x is {x.dtype}: pass a tensor of floating-point numbers")
     layouts.require_fit(_kind(x), _kind(weight))
+    layouts.require_eps(eps)
     rstd = _formula_rstd(x, eps)
     y = _wide(x) * rstd.unsqueeze(-1)
     if weight is not None:
@@ -335,8 +360,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
+_BACKWARD_OPERATOR = torch.ops.rmsnorm_raw.rmsnorm_bwd
+
+
 def _operator_backward(ctx: Any, dout: Any, _: Any) -> tuple[Any, Any, None]:
-    return *_gradients(ctx, dout, torch.ops.rmsnorm_raw.rmsnorm_bwd), None
+    return *_gradients(ctx, dout, _BACKWARD_OPERATOR), None
 
 
 torch.library.impl(FORWARD, DEVICES, _forward_operator)

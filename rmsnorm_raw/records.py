@@ -18,6 +18,8 @@ from rmsnorm_raw.problem import Op, Problem
 
 #: of documents and keys; raise it with any change of their fields or of what these mean
 SCHEMA = 1
+#: regime -> "tuned" and "ladder" -> microseconds
+Times = Mapping[str, Mapping[str, tuple[float, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,7 @@ class Record:
     Attributes:
         config: the winner; the ladder's where no other was faster beyond doubt.
         reason: why, in a sentence.
-        samples: regime -> "tuned" and "ladder" -> times in microseconds; where the ladder stayed,
-            there are no tuned ones.
+        samples: the times; where the ladder stayed, there are no tuned ones.
         counts: candidates, and failures by kind.
         environment: digest of the run's environment.json.
         effort: of the search.
@@ -87,7 +88,7 @@ class Record:
 
     config: Config
     reason: str
-    samples: Mapping[str, Mapping[str, tuple[float, ...]]]
+    samples: Times
     counts: Mapping[str, int]
     environment: str
     effort: str

@@ -35,8 +35,6 @@ REGIMES: tuple[Regime, ...] = ("cold", "steady")
 NOISE_PCT = 1.0
 #: of a device's memory; the rest is the driver's
 USABLE_MEMORY = 0.95
-
-
 SCREEN_SAMPLES = 12
 #: device-busy seconds of warm-up of a whole group that is timed together
 WARM_UP_S = 0.1

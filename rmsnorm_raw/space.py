@@ -153,9 +153,10 @@ def row_chain(problem: Problem, config: Config) -> int:
 def grid_programs(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """Blocks of a persistent grid; on backward's two_pass the shares that the rows are dealt into.
 
-    Each leaves one row of fp32 partial sums of dW. Several a unit are as few as take no more steps
-    than all would: 33.0 us at 4096x4096 bf16 backward in 256 of 16 rows, 33.3 in 264. One a unit
-    are not, for that would leave units idle: 57.3 us at 4096x8192 in 128, 56.7 in 132 (H200).
+    Each leaves one row of fp32 partial sums of dW. Where a unit has several, the grid has no more
+    than make the same number of steps: 33.0 us at 4096x4096 bf16 backward in 256 of 16 rows, 33.3
+    in 264. Where it has one, all are used, or units would idle: 57.3 us at 4096x8192 in 128, 56.7
+    in 132 (H200, 2026-11).
     """
     programs = max(1, config.programs) * device.compute_units
     if config.path == "two_pass":

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import io
+import itertools
 import json
 import numbers
 from collections.abc import Callable, Mapping
@@ -27,16 +28,16 @@ from rmsnorm_raw.backends import Backend, get_backend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.lab import Steps
+from rmsnorm_raw.lab import Fault, Steps
 from rmsnorm_raw.problem import Problem, require_problem
+from rmsnorm_raw.records import Times
 from rmsnorm_raw.search import NOISE_PCT, Final, Search
 from rmsnorm_raw.stats import MIN_SAMPLES, Comparison, compare
 from rmsnorm_raw.worker import Worker
 
 #: by rising thoroughness; a record of a higher one serves a lower one
 EFFORTS: dict[str, Effort | None] = {"none": None, "quick": QUICK, "full": FULL}
-SHOWN = 8  # of the standings, in a table
-Samples = Mapping[str, Mapping[str, tuple[float, ...]]]
+SHOWN = 8  # of the failures and of the standings
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,9 +53,10 @@ class Decision:
         origin: "searched", "record" (of an earlier search), or what :func:`.store.resolve` says.
         effort: "none", "quick" or "full".
         counts: configs by what became of them.
+        faults: what was wrong with each config that failed in this search.
         standings: each timed candidate beside the ladder's config, the fastest first.
         finals: what the finalists achieved.
-        samples: regime -> "tuned" and "ladder" -> microseconds, at the problem's rows.
+        samples: times at the problem's rows, as a record has them.
         took_s: seconds of the search.
         simulated: the times are the simulator's, and mean nothing.
         interrupted: the search did not end by itself.
@@ -68,9 +70,10 @@ class Decision:
     origin: str
     effort: str
     counts: Mapping[str, int] = field(default_factory=dict)
+    faults: Mapping[Config, Fault] = field(default_factory=dict)
     standings: tuple[tuple[Config, Comparison], ...] = ()
     finals: tuple[Final, ...] = ()
-    samples: Samples = field(default_factory=dict)
+    samples: Times = field(default_factory=dict)
     took_s: float = 0.0
     simulated: bool = False
     interrupted: bool = False
@@ -112,6 +115,9 @@ class Decision:
         if self.counts:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count)
             yield f"{counts}; {self.effort}, {self.took_s:.1f} s"
+        for config, fault in itertools.islice(self.faults.items(), SHOWN):
+            first_line = fault.message.partition("\n")[0]
+            yield f"{config.slug}: {fault.kind}: {first_line}"
         unit = "simulated " if self.simulated else ""
         if self.standings:
             table = Table("candidate", f"{unit}cold, beside the ladder's {self.ladder.slug}")
@@ -248,8 +254,8 @@ def _decided(search: Search, effort: str, interrupted: bool) -> Decision:
     ranked = sorted(search.standings.items(), key=lambda item: -item[1].ratio)
     return Decision(
         search.problem, search.device.name, search.config, search.ladder, search.why, "searched",
-        effort, dict(search.counts), tuple(ranked), tuple(search.finals), samples, search.took_s,
-        search.device.simulated, interrupted,
+        effort, dict(search.counts), dict(search.faults), tuple(ranked), tuple(search.finals),
+        samples, search.took_s, search.device.simulated, interrupted,
     )  # fmt: skip
 
 

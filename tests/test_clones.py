@@ -70,13 +70,6 @@ def test_there_are_as_many_as_exceed_three_caches(
     assert sum(gpu.allocated) >= count * found.clone_bytes
 
 
-@pytest.mark.usefixtures("written")
-def test_a_limit_is_kept_down_to_two() -> None:
-    problem = Problem.forward(1, 4096, "bfloat16")
-    assert len(make(problem, VirtualGpu(), limit=8).plans) == 8
-    assert len(make(problem, VirtualGpu(), limit=1).plans) == 2
-
-
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_tensors_are_aligned_apart_and_inside_the_arena(
     op: str, written: list[Mapping[str, launch.Tensor]], monkeypatch: pytest.MonkeyPatch
@@ -93,7 +86,8 @@ def test_tensors_are_aligned_apart_and_inside_the_arena(
     monkeypatch.setattr(launch, "make_plan", spy)
     copies: list[tuple[int, int, int]] = []
     monkeypatch.setattr(gpu, "copy", lambda *args: copies.append(args[:3]))
-    found = make(problem, gpu, limit=3)
+    monkeypatch.setattr(clones, "MAX_CLONES", 3)
+    found = make(problem, gpu)
     plans = plans[1:]  # the first asks whether there is something to launch
     config = ladder.default_config(problem, gpu.device)
     sizes = launch.tensor_bytes(problem, config, gpu.device)

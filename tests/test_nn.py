@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch_cases as cases  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy,
     checkpoint,
@@ -464,14 +466,39 @@ def test_double_backward(backend: str, way: str, monkeypatch: pytest.MonkeyPatch
     assert torch.autograd.gradgradcheck(call, few)
 
 
-def test_forward_mode_and_torch_func_are_refused(backend: str) -> None:
-    x, weight, _ = tensors(torch.float32)
+def test_forward_mode_is_the_formulas(backend: str) -> None:
+    x, weight, dout = (t.detach() for t in tensors(torch.float32))
+
+    def reference(x: Any, weight: Any) -> Any:
+        return functional.rms_norm(x, (x.shape[-1],), weight)
+
+    want = torch.func.jvp(reference, (x, weight), (dout, weight))
+    for call in (nn.rms_norm, torch.compile(nn.rms_norm, backend="eager")):
+        torch.testing.assert_close(torch.func.jvp(call, (x, weight), (dout, weight)), want)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.jvp(nn.rms_norm, (x, weight), (dout, weight)), want)
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            nn.rms_norm(dual, weight.detach())
+        dual = torch.autograd.forward_ad.make_dual(x, dout)
+        got = torch.autograd.forward_ad.unpack_dual(nn.rms_norm(dual, weight))
+    tangent = torch.func.jvp(lambda x: reference(x, weight), (x,), (dout,))[1]
+    torch.testing.assert_close(got.tangent, tangent)
+    row = x[:1]
+    torch.testing.assert_close(
+        torch.func.jacfwd(nn.RMSNorm(row.shape[-1]))(row),
+        torch.func.jacfwd(torch.nn.RMSNorm(row.shape[-1]))(row),
+    )
+
+
+def test_torch_func_grad_is_refused(backend: str) -> None:
+    x = tensors(torch.float32)[0].detach()
     with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda x: nn.rms_norm(x).sum())(x.detach())
+        torch.func.grad(lambda x: nn.rms_norm(x).sum())(x)
+
+
+@pytest.mark.parametrize("eps", [-1.0, float("nan"), float("inf")])
+def test_an_eps_that_makes_no_sense_is_refused(backend: str, eps: float) -> None:
+    with pytest.raises(InvalidInput, match="eps"):
+        nn.rms_norm(torch.ones(2, 8), eps=eps)
 
 
 def test_two_processes(tmp_path: Path) -> None:
@@ -490,3 +517,43 @@ def test_without_torch_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'rmsnorm-raw[torch]'" in done.stderr.splitlines()[-1]
+
+
+def test_negated_views_count_with_their_sign(backend: str) -> None:
+    x, weight, dout = tensors(torch.float32)
+    weight, dout = torch._neg_view(weight.detach()), torch._neg_view(dout)
+    y, want = nn.rms_norm(x, weight), functional.rms_norm(x, x.shape[-1:], weight)
+    torch.testing.assert_close(y, want)
+    (dx,), (expected,) = (torch.autograd.grad(each, x, dout) for each in (y, want))
+    torch.testing.assert_close(dx, expected)
+
+
+def test_gradients_that_have_no_memory_of_their_own(backend: str) -> None:
+    """Batched ones, and those of a subclass that only wraps a tensor."""
+    x, weight, _ = tensors(torch.float32)
+    y, want = nn.rms_norm(x, weight), functional.rms_norm(x, x.shape[-1:], weight)
+    several = torch.randn(3, *x.shape)
+    for got, expected in zip(
+        torch.autograd.grad(y, (x, weight), several, is_grads_batched=True, retain_graph=True),
+        torch.autograd.grad(want, (x, weight), several, is_grads_batched=True, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+    wrapped = TwoTensor(several[0], several[0])
+    for got, expected in zip(
+        torch.autograd.grad(y, (x, weight), wrapped),
+        torch.autograd.grad(want, (x, weight), several[0]),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.a, expected)
+
+
+def test_what_is_no_dense_tensor_is_refused(backend: str) -> None:
+    x = torch.ones(2, 8)
+    for bad in (x.to_sparse(), x.to_mkldnn()):
+        with pytest.raises(InvalidInput, match="pass a dense tensor"):
+            nn.rms_norm(bad)
+    with pytest.raises(InvalidInput, match=r"x is list: pass a torch\.Tensor"):
+        nn.rms_norm([1.0])
+    with pytest.raises(InvalidInput, match="weight is ndarray"):
+        nn.rms_norm(x, np.ones(8))

@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from assembly import COPY, LOAD, STORE, code, wait
+from assembly import COPY, LOAD, STORE, kernel, wait
 
 from rmsnorm_raw.backends.isa import Instruction
-from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.overlap import Ring, pingpong_faults, ring_faults
 
 READ = "ds_read_b128 v[0:3], v0"
 HERE = "s_waitcnt lgkmcnt(0)"
-
-
-def kernel(*lines: str) -> KernelReport:
-    metadata = dict.fromkeys(
-        (".agpr_count", ".vgpr_spill_count", ".sgpr_spill_count", ".kernarg_segment_size",
-         ".private_segment_fixed_size", ".group_segment_fixed_size", ".vgpr_count", ".sgpr_count",
-         ".wavefront_size", ".max_flat_workgroup_size"), "0",
-    )  # fmt: skip
-    return KernelReport.read("gfx950", {".name": "k"} | metadata, code(*lines))
 
 
 # ---- rings ---------------------------------------------------------------------------------------

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from assembly import code
+from assembly import kernel
 
-from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.provenance import memory_arguments
 
 #: x at 0, its stride at 8, y at 16: two pointers and a number
@@ -15,16 +14,10 @@ OUTPUT = "s_load_dwordx2 s[8:9], s[0:1], 0x10"
 
 def goes_to(*lines: str) -> list[str]:
     """The pointers of each memory operation, in order; "+0" is x and "+16" is y."""
-    metadata = dict.fromkeys(
-        (".agpr_count", ".vgpr_spill_count", ".sgpr_spill_count", ".kernarg_segment_size",
-         ".private_segment_fixed_size", ".group_segment_fixed_size", ".vgpr_count", ".sgpr_count",
-         ".wavefront_size", ".max_flat_workgroup_size"), "0",
-    )  # fmt: skip
     args = [{".value_kind": kind, ".offset": str(8 * i)} for i, kind in enumerate(ARGS)]
-    asm = code(ARGUMENTS, OUTPUT, *lines, "s_endpgm")
-    kernel = KernelReport.read("gfx950", {".name": "k", ".args": args} | metadata, asm)
-    found = memory_arguments(kernel)
-    return [" ".join(sorted(found.get(one.offset, ()))) for one in asm if one.access]
+    built = kernel(ARGUMENTS, OUTPUT, *lines, "s_endpgm", args=args)
+    found = memory_arguments(built)
+    return [" ".join(sorted(found.get(one.offset, ()))) for one in built.asm if one.access]
 
 
 def test_a_pointer_with_an_offset() -> None:

@@ -97,6 +97,13 @@ def test_where_the_ladder_stays_the_decision_says_so() -> None:
     assert "none of" in str(decision)
 
 
+def test_what_failed_is_named_with_its_reason() -> None:
+    decision = tuned(replace(faster(), faults={("gate", BEST.slug): "correctness"}))
+    assert decision.config == GOOD
+    assert decision.faults.keys() == {BEST}
+    assert f"{BEST.slug}: correctness: planted" in str(decision).splitlines()
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(InvalidInput, match="'thorough' is not one of none, quick, full"):
         tuned(faster(), effort="thorough")

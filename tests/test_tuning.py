@@ -16,7 +16,7 @@ from test_search import GOOD, H200, LADDER, PROBLEM, times
 from virtual_gpu import VirtualGpu
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import ablation, check, ladder, store, tuner
+from rmsnorm_raw import check, ladder, store, tuner
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study import tuning
 
@@ -110,7 +110,9 @@ def test_an_ablation_leaves_a_table_and_its_environment(
         "store_policy=stream", "FASTER", "1.1111",
     )  # fmt: skip
     facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
-    assert facts["verdicts"] == ablation.verdicts(changes)
+    assert facts["verdicts"] == tuning.verdicts(changes)
+    assert facts["verdicts"]["FASTER"] == 1
+    assert all(bool(row["median_us"]) != bool(row["why_not"]) for row in rows)
     table = tuning.change_rows(changes)
     assert table[0][:3] == ["the ladder", LADDER.slug, "100.00"]
     assert len(table[0]) == len(tuning.CHANGE_TITLES)

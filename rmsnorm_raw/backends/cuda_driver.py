@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 from typing import Any
 
 
@@ -33,7 +32,7 @@ _ATTRIBUTES = ctypes.pointer(_EARLY)
 
 @functools.cache
 def _library() -> Any:
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def launch_early(

@@ -29,8 +29,6 @@ VGPR_GRANULE = 8
 SGPRS_OF_EIGHT_WAVES = 100
 #: LDS is given out in these steps (llvm-project#167614 for gfx950)
 LDS_GRANULE_BYTES = {"gfx950": 1280, "gfx942": 512}
-
-
 #: of a CU's loads, what its lanes should have asked for when the first of them has to wait: at 1 us
 #: of latency 6.7 TB/s (the best write probe published for MI355X) over 256 CUs take 26 KiB, and
 #: nearly twice as much leaves room for latency under load
@@ -90,11 +88,6 @@ class LaunchReport(Resources):
     cu_bytes_before_first_wait: int
     mix: dict[str, int] = field(repr=False)
     waits: tuple[Wait, ...] = field(repr=False)
-
-    @property
-    def keeps_memory_busy(self) -> bool:
-        """Whether a CU has asked for :data:`CU_BYTES_WANTED` or more when a load is waited for."""
-        return self.cu_bytes_before_first_wait >= CU_BYTES_WANTED
 
     @property
     def in_flight(self) -> str:

@@ -100,7 +100,7 @@ class OfflineBackend:
         Raises:
             BackendUnavailable: there is no ROCm.
         """
-        return Toolchain(f"hiprtc of ROCm {rocm_release(find_libraries()[0])}")
+        return Toolchain(f"hiprtc of ROCm {rocm_release(self.libraries or find_libraries()[0])}")
 
     def compile(self, source: Source) -> OfflineCode:
         """See :func:`compile_offline`."""

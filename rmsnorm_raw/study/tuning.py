@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rmsnorm_raw import ablation, environment, store, tuner
+from rmsnorm_raw import ablation, environment, stats, store, tuner
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.errors import RmsnormRawError
 from rmsnorm_raw.lab import Steps
@@ -169,6 +169,37 @@ def table_rows(rows: Sequence[Row]) -> list[list[str]]:
     return [[row.get(name, "") for name in (*names, "steady_ratio")] for row in rows]
 
 
+#: of ablation.csv, as text
+CHANGE_COLUMNS = (
+    "op", "m", "n", "act", "weight", "regime", "change", "config", "median_us", "low_us",
+    "high_us", "samples", "verdict", "ratio", "ratio_low", "ratio_high", "why_not",
+)  # fmt: skip
+
+
+def change_columns(change: ablation.Change) -> dict[str, str]:
+    """The columns of :data:`CHANGE_COLUMNS` from ``change`` on, as text."""
+    row = {"change": change.change or "the ladder", "config": change.config.slug}
+    if change.samples is not None:
+        taken = change.samples
+        row |= {"regime": taken.regime, "samples": str(len(taken.times_us))}
+        row |= {"median_us": f"{taken.median_us:.3f}", "low_us": f"{taken.low_us:.3f}"}
+        row["high_us"] = f"{taken.high_us:.3f}"
+    if change.comparison is not None:
+        found = change.comparison
+        row |= {"verdict": found.verdict.value, "ratio": f"{found.ratio:.4f}"}
+        row |= {"ratio_low": f"{found.low:.4f}", "ratio_high": f"{found.high:.4f}"}
+    return row | {"why_not": change.why_not}
+
+
+def verdicts(changes: Sequence[ablation.Change]) -> dict[str, int]:
+    """How many changes are FASTER, SLOWER, SAME and UNCLEAR."""
+    counts = dict.fromkeys((outcome.value for outcome in stats.Outcome), 0)
+    for change in changes:
+        if change.comparison is not None:
+            counts[change.comparison.verdict.value] += 1
+    return counts
+
+
 #: of a printed table of an ablation
 CHANGE_TITLES = ("change", "config", "us", "speed beside the ladder's")
 
@@ -207,15 +238,15 @@ def ablate(
             progress=lambda what: progress(next(count), 4, what),
         )  # fmt: skip
     with (out_dir / "ablation.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, ablation.COLUMNS)
+        table = csv.DictWriter(file, CHANGE_COLUMNS)
         table.writeheader()
         for change in changes:
-            named = problem_columns(problem) | ablation.columns(change)
-            table.writerow(dict.fromkeys(ablation.COLUMNS, "") | named)
+            named = problem_columns(problem) | change_columns(change)
+            table.writerow(dict.fromkeys(CHANGE_COLUMNS, "") | named)
     facts = {
         "command": environment.command(sys.argv), "backend": backend.name,
         "device": asdict(backend.device), "problem": str(problem), "regime": regime,
-        "verdicts": ablation.verdicts(changes),
+        "verdicts": verdicts(changes),
     }  # fmt: skip
     environment.write(out_dir / "environment.json", facts)
     return changes

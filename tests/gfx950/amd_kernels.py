@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 from rmsnorm_raw.backends.kernel_report import KernelReport
@@ -13,6 +14,8 @@ from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 
+Edits = tuple[tuple[str, str], ...]  # (old, new) of a kernel's text
+
 
 @functools.cache
 def compiled(
@@ -22,6 +25,19 @@ def compiled(
     device = KNOWN[arch]
     config = Config.parse(slug) if slug else default_config(problem, device)
     return config, compile_offline(render(problem, config, device), arch, libraries=libraries)
+
+
+def edited(
+    problem: Problem, slug: str, arch: str, libraries: Path, edits: Edits
+) -> tuple[Config, OfflineCode]:
+    """A config, and what a ROCm makes of its text after some replacements."""
+    config = Config.parse(slug)
+    source = render(problem, config, KNOWN[arch])
+    text = source.text
+    for old, new in edits:
+        assert text.count(old) == 1, f"the text has changed, plant this fault anew: {old}"
+        text = text.replace(old, new)
+    return config, compile_offline(replace(source, text=text), arch, libraries=libraries)
 
 
 def rows_kernel(code: OfflineCode) -> KernelReport:

@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from amd_kernels import compiled
+from amd_kernels import Edits, compiled, edited
 
-from rmsnorm_raw.backends.offline import OfflineCode, compile_offline
 from rmsnorm_raw.backends.static_gate import gate, inert_knobs
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.source import render
 
 pytestmark = pytest.mark.gfx950
 
@@ -25,21 +23,6 @@ FORWARD = Problem.forward(32768, 8192, "bf16")
 BACKWARD = Problem.backward(32768, 8192, "bf16")
 NARROW_FORWARD = Problem.forward(32768, 1024, "bf16")
 NARROW_BACKWARD = Problem.backward(32768, 1024, "bf16")
-
-Edits = tuple[tuple[str, str], ...]
-
-
-def edited(
-    problem: Problem, slug: str, arch: str, libraries: Path, edits: Edits
-) -> tuple[Config, OfflineCode]:
-    """A config, and what a ROCm makes of its text after some replacements."""
-    config = Config.parse(slug)
-    source = render(problem, config, KNOWN[arch])
-    text = source.text
-    for old, new in edits:
-        assert text.count(old) == 1, f"the text has changed, plant this fault anew: {old}"
-        text = text.replace(old, new)
-    return config, compile_offline(replace(source, text=text), arch, libraries=libraries)
 
 
 def check(

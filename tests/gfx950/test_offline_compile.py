@@ -10,7 +10,7 @@ import pytest
 from amd_kernels import compiled
 
 from rmsnorm_raw.backends.isa import replay
-from rmsnorm_raw.backends.offline import compile_offline
+from rmsnorm_raw.backends.offline import OfflineBackend, compile_offline
 from rmsnorm_raw.backends.rocm_libraries import VARIABLE, rocm_release
 from rmsnorm_raw.errors import CompileError
 from rmsnorm_raw.problem import Problem
@@ -30,6 +30,11 @@ def test_a_loop_is_found_through_blocks_out_of_line(libraries: Path) -> None:
     _, code = compiled(problem, "gfx950", libraries, "b256-t64-v16-reg-p4")
     groups = [each.group for each in code.kernels["rmsnorm_backward"].row_loop()]
     assert groups.count("global load 16 B") == 4
+
+
+def test_a_toolchain_is_of_the_libraries_that_were_given(libraries: Path) -> None:
+    toolchain = OfflineBackend("gfx950", libraries).toolchain
+    assert toolchain.compiler == f"hiprtc of ROCm {rocm_release(libraries)}"
 
 
 def test_equal_sources_make_equal_objects_and_knobs_do_not(libraries: Path) -> None:

@@ -7,20 +7,17 @@ show that it sees them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from amd_kernels import compiled, rows_kernel
+from amd_kernels import compiled, edited, rows_kernel
 
 from rmsnorm_raw.backends.isa import MAX_VMCNT, Instruction
 from rmsnorm_raw.backends.kernel_report import KernelReport
-from rmsnorm_raw.backends.offline import compile_offline
 from rmsnorm_raw.backends.static_gate import gate
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.source import render
 from rmsnorm_raw.space import chunks, enumerate_configs, reject_reason
 
 pytestmark = pytest.mark.gfx950
@@ -65,16 +62,6 @@ def name(value: object) -> str:
 
 def cases(these: Iterable[tuple[Problem, str | None]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("problem", "slug"), these, ids=name)
-
-
-def edited(problem: Problem, slug: str, libraries: Path, *edits: tuple[str, str]) -> KernelReport:
-    """The rows kernel of a config with its text changed."""
-    source = render(problem, Config.parse(slug), KNOWN["gfx950"])
-    text = source.text
-    for old, new in edits:
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return rows_kernel(compile_offline(replace(source, text=text), "gfx950", libraries=libraries))
 
 
 def row_moves(problem: Problem, config: Config) -> int:
@@ -160,7 +147,8 @@ def test_a_row_in_registers_waits_for_memory_once(
 def test_a_row_that_asks_for_its_rstd_at_the_last_moment_is_seen(libraries: Path) -> None:
     atomic = "return __hip_atomic_load(base + row, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WAVEFRONT);"
     edit = (atomic, "return base[row];")
-    assert late_loads(edited(NARROW_BACKWARD, "b256-t64-reg-p2", libraries, edit))
+    _, code = edited(NARROW_BACKWARD, "b256-t64-reg-p2", "gfx950", libraries, (edit,))
+    assert late_loads(rows_kernel(code))
 
 
 # ---- LDS ring ------------------------------------------------------------------------------------
@@ -222,5 +210,6 @@ def test_rstd_comes_with_its_row(problem: Problem, slug: str, libraries: Path) -
 
 def test_an_rstd_that_is_asked_for_after_the_rings_wait_is_seen(libraries: Path) -> None:
     ask, wait = "    const float next = load_rstd(row + step);\n", "    ring.wait();\n"
-    kernel = edited(WIDE_BACKWARD, "b512-lds3-p1", libraries, (ask + wait, wait + ask))
-    assert scalar_stalls(kernel)
+    edits = ((ask + wait, wait + ask),)
+    _, code = edited(WIDE_BACKWARD, "b512-lds3-p1", "gfx950", libraries, edits)
+    assert scalar_stalls(rows_kernel(code))
