@@ -9,6 +9,7 @@ reason. Each stage takes fresh samples, for the best of many is partly luck.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from rmsnorm_raw.stats import Comparison
 GATE_ROWS = 4099
 #: likewise in the simulator, of the gate and of the times
 SIMULATED_ROWS = 67
+#: candidates of a search in the simulator, which decides nothing: a second each on two cores
+SIMULATED_CANDIDATES = 12
 LEADERS = 3
 REGIMES: tuple[Regime, ...] = ("cold", "steady")
 #: what is beyond doubt by this much is a difference; see :func:`.stats.compare`
@@ -99,6 +102,7 @@ class Search:
         config: the best known: the ladder's, until a candidate has won the finals.
         why: a sentence on that.
         pool: the configs to choose from.
+        tried: candidates that the gate was asked about.
         counts: configs by what became of them; "correct" ones have passed the gate.
         standings: the latest comparison of each candidate that was timed.
         faults: what was wrong with each config that failed.
@@ -121,6 +125,7 @@ class Search:
         self.config = self.ladder = ladder.default_config(problem, device)
         self.why = "the search did not reach the finals, so the ladder stays"
         self.pool: list[Config] = []
+        self.tried = 0
         self.counts: Counter[str] = Counter()
         self.faults: dict[Config, Fault] = {}
         self.standings: dict[Config, Comparison] = {}
@@ -128,7 +133,8 @@ class Search:
         self.skipped: list[str] = []
         self._clock, self._progress = clock, progress
         self._began = clock()
-        self._budget_s = effort.budget_s[problem.op] if budget_s is None else budget_s
+        own_s = math.inf if device.simulated else effort.budget_s[problem.op]
+        self._budget_s = own_s if budget_s is None else budget_s
         self._identities: set[str] = set()
         self._gated: set[Config] = set()
 
@@ -149,10 +155,14 @@ class Search:
             MemoryError: the problem's tensors do not fit the device.
         """
         self._explore()
-        if self.device.simulated:
+        if self.pool and not self.tried:
+            self.why = (
+                f"the budget of {self._budget_s:g} s ended before a candidate was gated, so the "
+                "ladder stays"
+            )
+        elif self.device.simulated:
             self.why = "simulated times say nothing about speed, so the ladder stays"
-            return
-        if finalists := self._halve():
+        elif finalists := self._halve():
             self._play(finalists)
 
     # ---- exploring -------------------------------------------------------------------------------
@@ -160,14 +170,19 @@ class Search:
     def _explore(self) -> None:
         kept = self.pool = self._enumerate()
         explorer = candidates.Explorer(kept, self.ladder)
+        if self.device.simulated:
+            for configs in ([self.ladder], explorer.take(SIMULATED_CANDIDATES)):
+                self._progress(f"build and gate {len(configs)}, of {1 + len(kept)} configs")
+                self._round(configs, self._began + self._budget_s)
+            return
         until = self._began + self.effort.exploring * self._budget_s
         configs = [self.ladder, *explorer.take(self.effort.round)]
         while configs:
             began = self._clock()
             self._round(configs, until)
-            self._progress(f"{len(kept) - len(explorer)} of {len(kept)} configs tried")
+            self._progress(f"{self.tried} of {len(kept)} candidates gated")
             now = self._clock()
-            if now + (now - began) > until or self.device.simulated:
+            if now + (now - began) > until:
                 return
             leaders = sorted(self.standings, key=lambda c: -self.standings[c].ratio)[:LEADERS]
             configs = explorer.take(self.effort.round, leaders)
@@ -211,7 +226,9 @@ class Search:
         simulated = self.device.simulated
         rows = min(self.problem.rows, SIMULATED_ROWS if simulated else GATE_ROWS)
         few = replace(self.problem, rows=rows)
-        passed = self._sound(self.steps.gate(few, fresh, until))
+        gated = self.steps.gate(few, fresh, until)
+        self.tried += len(gated.keys() - {self.ladder})
+        passed = self._sound(gated)
         self.counts["correct"] += len(passed)
         self._gated |= set(passed)
         if self.ladder not in self._gated:

@@ -110,10 +110,13 @@ class Decision:
         return f'rr.{call}({", ".join(arrays)}, config="{self.config.slug}")'
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield f"{self.problem} on {self.device}: {self.config.slug}"
+        kept = "; its times are simulated, and nothing is kept" if self.simulated else ""
+        yield f"{self.problem} on {self.device}: {self.config.slug}{kept}"
         yield self.why
         if self.counts:
-            counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count)
+            found = {"correct": 0} | self.counts  # "0 correct" says more than nothing
+            shown = [f"{n} {kind}" for kind, n in found.items() if n or kind == "correct"]
+            counts = ", ".join(shown)
             yield f"{counts}; {self.effort}, {self.took_s:.1f} s"
         for config, fault in itertools.islice(self.faults.items(), SHOWN):
             first_line = fault.message.partition("\n")[0]
@@ -173,8 +176,10 @@ def tune(
         effort: "none" (no search: what is known), "quick" (seconds: a part of the space) or "full"
             (minutes: all of it).
         backend: "rocm", "cuda", "cpu" or a Backend; None for the one that is here. On the simulator
-            candidates are built and gated, and the ladder's config stays.
-        budget_s: seconds after which nothing more is begun; by default the effort's.
+            the ladder's config and a few candidates are built and gated, whatever the effort; the
+            ladder's stays, and nothing is kept.
+        budget_s: seconds after which nothing more is begun; by default the effort's, and on the
+            simulator none.
         resume: take the record of an earlier search that was as thorough, if there is one.
         steps: who does the work; by default a new :class:`.worker.Worker`.
         progress: called with what begins.

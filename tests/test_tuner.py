@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -167,7 +168,9 @@ def test_a_search_can_be_made_anew() -> None:
 
 
 def test_a_search_that_timed_nothing_leaves_no_record() -> None:
-    assert "none of 0" in tuned(replace(faster(), now=float("inf"))).why
+    decision = tuned(replace(faster(), now=float("inf")))
+    assert "the budget of 8 s ended before a candidate was gated" in decision.why
+    assert "\n0 correct, " in str(decision)
     assert store.lookup(store.key(PROBLEM, GPU)) is None
 
 
@@ -211,8 +214,9 @@ SMALL = Problem.forward(9, 256, "bfloat16")
 
 
 def test_a_search_in_the_simulator_gates_and_decides_nothing(cpu32: Backend) -> None:
-    decision = rr.tune(SMALL, backend=cpu32, budget_s=2000.0)
+    decision = rr.tune(SMALL, backend=cpu32)
     assert decision.simulated
+    assert "its times are simulated, and nothing is kept" in str(decision).splitlines()[0]
     assert not decision.tuned
     assert "simulated" in decision.why
     assert decision.counts["correct"] > 5
@@ -231,7 +235,7 @@ def test_a_true_search_goes_on_past_planted_faults(cpu32: Backend) -> None:
     fates = dict(zip([c.slug for c in near], ("crash", "wrong", "text", "hang"), strict=False))
     assert len(fates) == 4
     with Worker(partial(PlantedLab, fates), limit_s=40.0) as worker:
-        decision = rr.tune(SMALL, backend=cpu32, budget_s=2000.0, steps=worker)
+        decision = rr.tune(SMALL, backend=cpu32, steps=worker)
     counts = {kind: decision.counts[kind] for kind in ("runtime", "correctness", "compile")}
     assert counts == {"runtime": 1, "correctness": 1, "compile": 1}
     assert decision.counts["timeout"] == 1
@@ -242,11 +246,11 @@ def test_a_true_search_goes_on_past_planted_faults(cpu32: Backend) -> None:
 
 
 def first_round(backend: Backend) -> list[Config]:
-    """Candidates of the first round that no other's machine code comes before."""
+    """Candidates of the search that no other's machine code comes before."""
     steps = FakeSteps(lambda problem, config, regime: 100.0)
     rr.tune(SMALL, backend=backend, steps=steps)
     own: dict[tuple[int, ...], Config] = {}
-    for config in map(Config.parse, steps.asked("compile")[0]):
+    for config in map(Config.parse, itertools.chain(*steps.asked("compile"))):
         if config.path == "registers":
             own.setdefault((config.block, config.threads_per_row, config.vec), config)
     return list(own.values())[1:]  # the first is the ladder's

@@ -32,7 +32,7 @@ KINDS = (
 REGIME_COLUMNS = tuple(
     f"{regime}_{name}" for regime in ("cold", "steady") for name in ("ratio", "low", "high")
 )
-#: of tune.csv, as text. ``verdict`` is TUNED, LADDER or the name of the error that ended a search;
+#: of tune.csv, as text. ``verdict`` is TUNED, LADDER, INTERRUPTED or the name of the error that ended a search;
 #: ``origin`` says whether it was searched in this run. Ratios are the ladder's time over the
 #: winner's at m rows, both orders together, with their 95 % intervals
 COLUMNS = (
