@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,13 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rmsnorm_raw import console
+from rmsnorm_raw import __version__, console
 from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
 
 if TYPE_CHECKING:
-    from rmsnorm_raw.backends import Resources
-    from rmsnorm_raw.backends.isa import Instruction
-    from rmsnorm_raw.backends.kernel_report import LaunchReport
     from rmsnorm_raw.problem import Problem
 
 
@@ -35,6 +30,9 @@ class _OwnErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's, inside typer
+            raise
         except RmsnormRawError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
@@ -57,6 +55,8 @@ class Op(str, enum.Enum):
 
     forward = "forward"
     backward = "backward"
+    fwd = "fwd"
+    bwd = "bwd"
 
 
 class Effort(str, enum.Enum):
@@ -98,6 +98,22 @@ OutOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"rmsnorm-raw {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
+) -> None:
+    """What stands before a command; the help's own text is the app's."""
+
+
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
     """What is here, what is missing, and the command that mends it; exit code 1 if nothing runs."""
@@ -136,9 +152,11 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """What a problem is compiled to: config, space, launches, resources, waits, defines, source."""
-    from rmsnorm_raw import workbench
+    from rmsnorm_raw import inspection, workbench
 
     problem = _problem(op, rows, cols, dtype, weight_dtype)
+    if source + asm + as_json > 1:
+        raise InvalidInput("--source, --asm and --json each print one thing alone: give one")
     if asm and arch is None:
         raise InvalidInput("--asm prints AMD's machine code: add --arch gfx950 or --arch gfx942")
     if arch is None:
@@ -153,88 +171,11 @@ def inspect(
     if isinstance(kernel, workbench.OfflineKernel) and asm:
         print(kernel.asm)
         return
-    device = kernel.binary.backend.device
-    space = workbench.enumerate_configs(problem, device)
-    facts = {
-        "problem": str(problem),
-        "device": f"{device.name} ({device.arch})",
-        "config": kernel.config.slug,
-        "chosen_by": kernel.origin,
-        "kept_configs": len(space.kept),
-        "rejected_configs": len(space.rejected),
-        "logical_bytes": problem.logical_bytes(),
-        "source_digest": kernel.source.digest,
-    }
-    lists = {
-        "launches": [
-            {
-                "entry_point": it.entry_point,
-                "grid": it.grid,
-                "block": it.block,
-                "lds_bytes": it.lds_bytes,
-            }
-            for it in kernel.launches
-        ],
-        "resources": [
-            {"entry_point": name} | _counts(taken) for name, taken in kernel.resources.items()
-        ],
-    }
-    if isinstance(kernel, workbench.OfflineKernel):
-        faults = kernel.faults
-        facts["compiler"] = f"hiprtc of ROCm {kernel.release}"
-        facts["static_gate"] = f"{len(faults)} faults" if faults else "passed"
-        lists |= {"faults": [{"fault": fault} for fault in faults]} if faults else {}
-        lists |= _machine_code(kernel.resources)
-    lists["defines"] = [{"name": name, "value": value} for name, value in kernel.source.defines]
+    facts, lists = inspection.facts(kernel)
     if as_json:
         console.print_json(facts | lists)
-        return
-    console.print_table(("", ""), facts.items())
-    for title, entries in lists.items():
-        print(f"\n{title}{WAITS_MEAN if title == 'waits' else ''}")
-        if title in ("resources", "instructions"):  # many facts of few kernels
-            names = dict.fromkeys(name for entry in entries for name in entry)
-            rows_of_facts = ([name, *(entry.get(name) for entry in entries)] for name in names)
-            console.print_table(("", *("" for _ in entries)), rows_of_facts)
-        else:
-            console.print_table(
-                entries[0].keys() if entries else (), (it.values() for it in entries)
-            )
-
-
-#: after the title of inspect's waits
-WAITS_MEAN = """, in the row loop once it has settled, or in all of a kernel without one:
-vmcnt(N) waits until N of a wave's memory operations are in flight, of which the oldest end first"""
-
-
-def _counts(taken: Resources) -> dict[str, object]:
-    """What :func:`_machine_code` does not give in lists of their own."""
-    return {name: fact for name, fact in asdict(taken).items() if name not in ("mix", "waits")}
-
-
-def _machine_code(resources: Mapping[str, LaunchReport]) -> dict[str, list[dict[str, object]]]:
-    return {
-        "in_flight": [
-            {"entry_point": name, "in_flight": each.in_flight} for name, each in resources.items()
-        ],
-        "waits": [
-            {
-                "entry_point": name,
-                "at": hex(wait.instruction.offset),
-                "vmcnt": wait.instruction.vmcnt,
-                "waits_for": _operations(wait.ends),
-                "leaves_in_flight": _operations(wait.leaves),
-            }
-            for name, report in resources.items()
-            for wait in report.waits
-        ],
-        "instructions": [{"entry_point": name, **each.mix} for name, each in resources.items()],
-    }
-
-
-def _operations(operations: Iterable[Instruction]) -> str:
-    kinds = Counter(operation.group for operation in operations)
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+    else:
+        inspection.print_facts(facts, lists)
 
 
 @app.command()
@@ -255,23 +196,25 @@ def bench(
     out: OutOption = None,
 ) -> None:
     """Verify one kernel, time it and set it beside the roofline; writes bench.json."""
-    from rmsnorm_raw import environment, measure, workbench
+    from rmsnorm_raw import backends, environment, measure, workbench
     from rmsnorm_raw.study.sweep import cell_columns, printed, roofline_facts, time_columns
 
     problem = _problem(op, rows, cols, dtype, weight_dtype)
+    where = backends.get_backend(backend)
+    if regime is Regime.steady and where.device.simulated:
+        raise InvalidInput("the simulator has no steady times: leave out --regime steady")
     with console.progress() as step:
         step(0, 4, "build")
-        kernel = workbench.build(problem, config, backend=backend)
-        where = kernel.binary.backend
-        path = console.out_dir(out, where.device) / "bench.json"
-        step(1, 4, "verify")
-        verdict = kernel.check()
-        step(2, 4, "time")
-        samples = measure.measure(
-            problem, kernel.config, kernel.binary, verdict, regime=regime.value
-        )
-        step(3, 4, "roofline")
-        roofline = None if where.device.simulated else workbench.roofline(where)
+        kernel = workbench.build(problem, config, backend=where)
+        with console.results(out, where.device) as folder:
+            step(1, 4, "verify")
+            verdict = kernel.check()
+            step(2, 4, "time")
+            samples = measure.measure(
+                problem, kernel.config, kernel.binary, verdict, regime=regime.value
+            )
+            step(3, 4, "roofline")
+            roofline = None if where.device.simulated else workbench.roofline(where)
         step(4, 4, "done")
     row = cell_columns(problem, kernel.config, where.device) | time_columns(
         problem, verdict, samples, roofline
@@ -286,6 +229,7 @@ def bench(
         "samples": asdict(samples),
         "roofline": roofline and roofline_facts(roofline),
     }
+    path = folder / "bench.json"
     environment.write(path, facts)
     console.print_table(*printed([row]))
     print(f"gate: {verdict}")
@@ -339,24 +283,28 @@ def tune(
         Effort, typer.Option("--effort", help="none: what is known; quick: seconds; full: minutes.")
     ] = Effort.quick,
     budget: Annotated[
-        float | None, typer.Option("--budget", min=0.0, help="Seconds a search; by the effort.")
+        float | None, typer.Option("--budget", help="Seconds a search; by the effort.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--anew", help="Take the record of an earlier search.")
     ] = True,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="What each knob of the ladder's config is worth.")
+        bool,
+        typer.Option("--ablate", help="On a GPU: what each knob of the ladder's config is worth."),
     ] = False,
     regime: Annotated[
-        Regime, typer.Option("--regime", help="With --ablate: cold or steady.")
-    ] = Regime.cold,
+        Regime | None,
+        typer.Option("--regime", help="With --ablate: cold (if not given) or steady."),
+    ] = None,
     backend: BackendOption = None,
     out: OutOption = None,
 ) -> None:
     """Search for a config that beats the ladder's; writes tune.csv, or ablation.csv."""
-    from rmsnorm_raw import backends
+    from rmsnorm_raw import backends, tuner
     from rmsnorm_raw.study import cells, tuning
 
+    if regime is not None and not ablate:
+        raise InvalidInput("--regime is of --ablate: a search plays its finals in both regimes")
     if all_cells:
         if ablate or (op, rows, cols) != (None, None, None):
             raise InvalidInput("--all is 90 cells: leave out --op, --rows, --cols, --ablate")
@@ -365,23 +313,33 @@ def tune(
         raise InvalidInput("give --op, --rows and --cols, or --all")
     else:
         problems = (_problem(op, rows, cols, dtype, weight_dtype),)
+    for problem in problems:
+        tuner.require_tunable(problem, effort.value, budget)
     where = backends.get_backend(backend)
-    out_dir = console.out_dir(out, where.device)
+    simulated = where.device.simulated
+    if ablate and simulated:
+        raise InvalidInput("an ablation is of times, and simulated ones say nothing: use a GPU")
     if ablate:
-        with console.progress() as step:
-            changes = tuning.ablate(problems[0], where, out_dir, regime=regime.value, progress=step)
+        with console.results(out, where.device) as folder, console.progress() as step:
+            changes = tuning.ablate(
+                problems[0], where, folder, regime=(regime or Regime.cold).value, progress=step
+            )
         console.print_table(tuning.CHANGE_TITLES, tuning.change_rows(changes))
-        print(f"written: {out_dir / 'ablation.csv'}")
+        print(f"written: {folder / 'ablation.csv'}")
         return
-    with console.progress() as step:
+    if simulated and effort is not Effort.none:
+        print("on the simulator: its times mean nothing, and no record is kept")
+    with console.results(out, where.device) as folder, console.progress() as step:
         table, decisions = tuning.tune_all(
-            problems, where, out_dir, effort=effort.value, budget_s=budget, resume=resume,
+            problems, where, folder, effort=effort.value, budget_s=budget, resume=resume,
             progress=step,
         )  # fmt: skip
     if all_cells:
         console.print_table(tuning.TITLES, tuning.table_rows(table))
-    print("\n".join([*tuning.summary(table), *(str(each) for each in decisions if not all_cells)]))
-    print(f"written: {out_dir / 'tune.csv'}", file=sys.stderr)
+    print("\n".join(tuning.summary(table, len(problems), simulated=simulated)))
+    if not all_cells:
+        print("\n".join(map(str, decisions)))
+    print(f"written: {folder / 'tune.csv'}", file=sys.stderr)
     if len(decisions) < len(problems) or decisions[-1].interrupted:
         raise typer.Exit(1)
 
@@ -389,5 +347,5 @@ def tune(
 def _problem(op: Op, rows: int, cols: int, dtype: str, weight_dtype: str) -> Problem:
     from rmsnorm_raw.problem import Problem
 
-    build = Problem.forward if op is Op.forward else Problem.backward
+    build = Problem.forward if op in (Op.forward, Op.fwd) else Problem.backward
     return build(rows, cols, dtype, weight_dtype=None if weight_dtype == "none" else weight_dtype)

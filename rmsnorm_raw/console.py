@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 import time
@@ -21,17 +22,44 @@ PLAIN_WIDTH = 400
 
 
 def out_dir(chosen: Path | None, device: DeviceSpec) -> Path:
-    """The folder of a run's files, made before anything is measured."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", device.name)
-    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    out = chosen or Path("rmsnorm-raw-results", name, now)
+    """The folder of a run's files, made before anything is measured; by default one of its own."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        if chosen is None:
+            return _new_folder(device)
+        chosen.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidInput(
-            f"--out {out}: {error.strerror}; give a folder that you can write"
+            f"--out {chosen or Path.cwd()}: {error.strerror}; give a folder that you can write"
         ) from error
-    return out
+    return chosen
+
+
+def _new_folder(device: DeviceSpec) -> Path:
+    folder = Path("rmsnorm-raw-results", re.sub(r"[^A-Za-z0-9.]+", "-", device.name))
+    now = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    count = 1
+    while True:
+        with contextlib.suppress(FileExistsError):  # another run began in this second
+            out = folder / (now if count == 1 else f"{now}-{count}")
+            out.mkdir(parents=True)
+            return out
+        count += 1
+
+
+@contextlib.contextmanager
+def results(chosen: Path | None, device: DeviceSpec) -> Iterator[Path]:
+    """:func:`out_dir`, which goes again where an error leaves it empty."""
+    given = chosen is not None and chosen.exists()
+    out = out_dir(chosen, device)
+    try:
+        yield out
+    except BaseException:
+        with contextlib.suppress(OSError):  # something is in it
+            if chosen is None:
+                os.removedirs(out)
+            elif not given:
+                out.rmdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -114,8 +114,8 @@ class Decision:
         yield f"{self.problem} on {self.device}: {self.config.slug}{kept}"
         yield self.why
         if self.counts:
-            found = {"correct": 0} | self.counts  # "0 correct" says more than nothing
-            shown = [f"{n} {kind}" for kind, n in found.items() if n or kind == "correct"]
+            known = {"correct": 0, **self.counts}  # "0 correct" says more than nothing
+            shown = [f"{n} {kind}" for kind, n in known.items() if n or kind == "correct"]
             counts = ", ".join(shown)
             yield f"{counts}; {self.effort}, {self.took_s:.1f} s"
         for config, fault in itertools.islice(self.faults.items(), SHOWN):

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import backends, cli, launch, store, workbench
+from rmsnorm_raw import backends, cli, console, launch, store, tuner, workbench
 from rmsnorm_raw.backends import Backend, offline
 from rmsnorm_raw.environment import Check
 from rmsnorm_raw.errors import BackendUnavailable, CompileError
@@ -53,6 +53,16 @@ def test_help_lists_the_commands_and_loads_no_numpy() -> None:
     for command in ("doctor", "inspect", "bench", "tune", "sweep"):
         assert re.search(rf"\b{command}\b", shown.stdout)
     assert shown.stdout.endswith("loaded False False\n")
+
+
+def test_version() -> None:
+    assert done("--version") == f"rmsnorm-raw {rr.__version__}\n"
+
+
+@pytest.mark.parametrize(("short", "op"), [("fwd", "forward"), ("bwd", "backward")])
+def test_an_operation_has_a_short_name(short: str, op: str) -> None:
+    facts = json.loads(done("inspect", *CELL, "--op", short, "--json"))
+    assert facts["problem"] == f"{op} 5x256 bf16/bf16"
 
 
 # ---- doctor ------------------------------------------------------------------------------------
@@ -122,7 +132,7 @@ def test_doctor_passes_on_why_a_device_is_not_served(monkeypatch: pytest.MonkeyP
         (("--rows", "-1"), "rows is -1"),
         (("--dtype", "float64"), "'float64' is not supported"),
         (("--backend", "metal"), "'metal' is not one of rocm, cuda, cpu"),
-        (("--op", "sideways"), "sideways"),
+        (("--op", "sideways"), r"'--op': 'sideways' is not one of"),
     ],
 )
 @pytest.mark.parametrize("command", ["inspect", "bench"])
@@ -279,6 +289,8 @@ def test_inspect_gives_the_log_of_a_compiler_that_crashes(monkeypatch: pytest.Mo
     [
         ((*ABSENT, "--backend", "cpu"), "leave one of them out"),
         ((*CELL, "--asm"), "add --arch gfx950 or --arch gfx942"),
+        ((*CELL, "--source", "--json"), "each print one thing alone"),
+        ((*ABSENT, "--source", "--asm"), "each print one thing alone"),
         ((*ABSENT[:-1], "sm_90"), "'sm_90': use one of gfx950, gfx942"),
         ((*ABSENT[:-1], "gfx90a"), "'gfx90a': use one of gfx950, gfx942"),
     ],
@@ -329,11 +341,38 @@ def test_files_go_to_a_folder_by_device_and_time(
     assert f"written: {found.relative_to(tmp_path)}" in text
 
 
+def test_runs_of_one_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console.time, "strftime", lambda *args: "20261130T120000Z")
+    device = rr.get_backend("cpu").device
+    folders = [console.out_dir(None, device) for _ in range(3)]
+    assert [folder.name for folder in folders] == [
+        "20261130T120000Z", "20261130T120000Z-2", "20261130T120000Z-3",
+    ]  # fmt: skip
+    assert len([path for path in tmp_path.rglob("*") if not list(path.iterdir())]) == 3
+
+
+def test_steady_times_of_the_simulator_are_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workbench, "build", None)
+    assert "has no steady times" in refused("bench", *CELL, "--regime", "steady")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_wrong_kernel_is_not_benched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_a_wrong_forward(monkeypatch)
-    stderr = refused("bench", *CELL, "--out", str(tmp_path))
-    assert "computes forward 5x256 bf16/bf16 wrongly" in stderr
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    for out in ((), ("--out", "new")):
+        stderr = refused("bench", *CELL, *out)
+        assert "computes forward 5x256 bf16/bf16 wrongly" in stderr
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / "mine").mkdir()
+    refused("bench", *CELL, "--out", "mine")
+    assert (tmp_path / "mine").is_dir()
 
 
 # ---- sweep -------------------------------------------------------------------------------------
@@ -392,7 +431,8 @@ def test_a_failed_cell_is_listed_and_ends_the_sweep_with_1(
 
 
 def test_tune_prints_its_decision_and_writes_its_table(tmp_path: Path) -> None:
-    text = done("tune", *CELL, "--budget", "10", "--out", str(tmp_path))
+    text = done("tune", *CELL, "--out", str(tmp_path))
+    assert text.startswith("on the simulator: its times mean nothing, and no record is kept\n")
     assert {path.name for path in tmp_path.iterdir()} == {"tune.csv", "environment.json"}
     assert "simulated times say nothing about speed, so the ladder stays" in text
     assert re.search(r'^rr\.rmsnorm_fwd\(x, w, config="b\S+"\)$', text.strip().splitlines()[-1])
@@ -418,16 +458,38 @@ def test_tune_of_all_cells_is_a_table(tmp_path: Path, monkeypatch: pytest.Monkey
         (("--all", "--ablate"), "--all is 90 cells"),
         ((*CELL, "--ablate"), "simulated ones say nothing: use a GPU"),
         (("--op", "forward", "--rows", "0", "--cols", "8"), "nothing to tune"),
+        ((*CELL, "--budget", "0"), "give seconds above 0"),
+        ((*CELL, "--budget", "nan"), "give seconds above 0"),
+        ((*CELL, "--regime", "steady"), "--regime is of --ablate"),
         ((*CELL, "--effort", "thorough"), "thorough"),
     ],
 )
-def test_tune_refuses_in_one_message(
+def test_tune_refuses_in_one_message_and_leaves_no_folder(
     args: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
-    result = run("tune", *args, "--out", str(tmp_path))
-    assert message in result.output
-    assert result.exit_code == (1 if "nothing to tune" in message else 2)
+    monkeypatch.chdir(tmp_path)
+    assert message in re.sub(r"\s+", " ", refused("tune", *args))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_tune_says_how_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[rr.Problem] = []
+
+    def tune(problem: rr.Problem, effort: str, **options: Any) -> tuner.Decision:
+        asked.append(problem)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return tuner_tune(problem, "none", **options)
+
+    tuner_tune = tuner.tune
+    monkeypatch.setattr(tuner, "tune", tune)
+    monkeypatch.setattr("rmsnorm_raw.study.cells.cells", lambda: FEW)
+    result = run("tune", "--all", "--backend", "cpu", "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "interrupted with 1 of 2 problems done" in result.stdout
 
 
 # ---- progress ----------------------------------------------------------------------------------

@@ -87,11 +87,33 @@ def test_an_interrupt_ends_the_run_and_keeps_the_records_so_far(tmp_path: Path) 
     assert calls > 1
     assert [row["origin"] for row in table] == ["record", "searched"]
     assert decisions[-1].interrupted
-    assert len(rows_of(tmp_path / "tune.csv")) == 2
+    assert [row["verdict"] for row in rows_of(tmp_path / "tune.csv")] == ["LADDER", "INTERRUPTED"]
+    facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+    assert facts["summary"][:2] == [
+        "interrupted with 1 of 3 problems done; repeat the command, without --anew, and it goes on",
+        "0 of 1 problems tuned; the ladder stays in 1",
+    ]
     rest = steps()
     _, decisions = tuning.tune_all(THREE, GPU, tmp_path, steps=rest)
     assert {problem for _, problem, _ in rest.log if problem in THREE} == {*THREE[1:]}
     assert not decisions[-1].interrupted
+
+
+def test_an_interrupt_outside_a_search_ends_the_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    asked = steps()
+    monkeypatch.setattr(asked, "start", interrupted)
+    table, decisions = tuning.tune_all(THREE, GPU, tmp_path, steps=asked)
+    assert ([row["verdict"] for row in table], decisions) == (["INTERRUPTED"], [])
+    on_cpu = tuning.summary(table, 3, simulated=True)
+    assert on_cpu[0] == (
+        "interrupted with 0 of 3 problems done; nothing is kept on the simulator: the same "
+        "command begins anew"
+    )
 
 
 # ---- ablation ------------------------------------------------------------------------------------

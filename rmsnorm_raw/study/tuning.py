@@ -32,9 +32,10 @@ KINDS = (
 REGIME_COLUMNS = tuple(
     f"{regime}_{name}" for regime in ("cold", "steady") for name in ("ratio", "low", "high")
 )
-#: of tune.csv, as text. ``verdict`` is TUNED, LADDER, INTERRUPTED or the name of the error that ended a search;
-#: ``origin`` says whether it was searched in this run. Ratios are the ladder's time over the
-#: winner's at m rows, both orders together, with their 95 % intervals
+INTERRUPTED = "INTERRUPTED"
+#: of tune.csv, as text. ``verdict`` is TUNED, LADDER, INTERRUPTED, or the name of the error that
+#: ended a search; ``origin`` says whether it was searched in this run. Ratios are the ladder's time
+#: over the winner's at m rows, both orders together, with their 95 % intervals
 COLUMNS = (
     "op", "m", "n", "act", "weight", "verdict", "config", "ladder", "origin", "effort", "took_s",
     *KINDS, *REGIME_COLUMNS, "why",
@@ -89,6 +90,8 @@ def tune_all(
                     problem, effort, backend=backend, budget_s=budget_s, resume=resume,
                     steps=steps or worker, progress=step,
                 )  # fmt: skip
+            except KeyboardInterrupt:  # as its worker started, or its record was written
+                rows.append(row | {"verdict": INTERRUPTED, "why": "interrupted"})
             except (RmsnormRawError, MemoryError) as error:
                 rows.append(row | {"verdict": type(error).__name__, "why": str(error)})
             else:
@@ -96,9 +99,10 @@ def tune_all(
                 rows.append(row | decision_columns(decision))
             table.writerow(dict.fromkeys(COLUMNS, "") | rows[-1])
             file.flush()
-            if decisions and decisions[-1].interrupted:
+            if rows[-1]["verdict"] == INTERRUPTED:
                 break
-    environment.write(out_dir / "environment.json", facts | {"summary": summary(rows)})
+    said = summary(rows, len(problems), simulated=backend.device.simulated)
+    environment.write(out_dir / "environment.json", facts | {"summary": said})
     if not backend.device.simulated:
         store.export(store.applying(backend).items(), out_dir / f"{backend.device.arch}.json")
     return rows, decisions
@@ -117,8 +121,9 @@ def problem_columns(problem: Problem) -> Row:
 
 def decision_columns(decision: Decision) -> Row:
     """The other columns of :data:`COLUMNS`."""
+    verdict = "TUNED" if decision.tuned else "LADDER"
     row = {
-        "verdict": "TUNED" if decision.tuned else "LADDER",
+        "verdict": INTERRUPTED if decision.interrupted else verdict,
         "config": decision.config.slug,
         "ladder": decision.ladder.slug,
         "origin": decision.origin,
@@ -133,11 +138,23 @@ def decision_columns(decision: Decision) -> Row:
     return row
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """What a run comes to, in lines."""
+def summary(rows: Sequence[Row], of: int | None = None, *, simulated: bool = False) -> list[str]:
+    """What a run comes to, in lines.
+
+    Args:
+        of: the problems that it was to search; by default as many as there are rows.
+        simulated: it kept nothing.
+    """
+    ended = [row for row in rows if row["verdict"] != INTERRUPTED]
+    lines = []
+    if len(ended) < len(rows):
+        again = "nothing is kept on the simulator: the same command begins anew"
+        if not simulated:
+            again = "repeat the command, without --anew, and it goes on"
+        lines.append(f"interrupted with {len(ended)} of {of or len(rows)} problems done; {again}")
     tuned = sum(row["verdict"] == "TUNED" for row in rows)
     kept = sum(row["verdict"] == "LADDER" for row in rows)
-    lines = [f"{tuned} of {len(rows)} problems tuned; the ladder stays in {kept}"]
+    lines.append(f"{tuned} of {len(ended)} problems tuned; the ladder stays in {kept}")
     for name in ARCHIVE_NAME.values():
         took = [
             float(row["took_s"])
@@ -151,7 +168,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
             )
     counted = {kind: sum(int(row.get(kind) or 0) for row in rows) for kind in KINDS}
     lines.append("configs: " + ", ".join(f"{count} {kind}" for kind, count in counted.items()))
-    for row in rows:
+    for row in ended:
         if row["verdict"] not in ("TUNED", "LADDER"):
             first_line = row["why"].splitlines()[0]
             name = f"{row['op']} {row['m']}x{row['n']} {row['act']}/{row['weight']}"
