@@ -21,7 +21,8 @@ import rmsnorm_raw
 from rmsnorm_raw.cli import app
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.stats import Outcome
-from rmsnorm_raw.study import between, page, plots, report, sections, theme
+from rmsnorm_raw.study import between, page, plots, report, theme
+from rmsnorm_raw.study.gains import counts as count_pairs
 from rmsnorm_raw.study.runs import (
     ARCHIVE_PROBE,
     Cell,
@@ -165,10 +166,10 @@ def test_every_published_percentage_is_of_its_hosts_probe(host: str, op: str) ->
 def test_gains_and_losses_of_the_study_at_a_noise_of_1_percent(
     host: str, op: str, gains: int, losses: int
 ) -> None:
-    counts = sections.counts(archive_pairs(host, op), 1.0)
+    counts = count_pairs(archive_pairs(host, op), 1.0)
     assert (counts["gains"], counts["losses"]) == (gains, losses)
     assert counts["within"] == 45 - gains - losses
-    wider = sections.counts(archive_pairs(host, op), 5.0)
+    wider = count_pairs(archive_pairs(host, op), 5.0)
     assert wider["gains"] < gains
     assert wider["losses"] <= losses
 
@@ -259,6 +260,9 @@ def test_the_ladder_beside_tuned_comes_from_the_table_beside_the_run() -> None:
     assert counted["backward, tuned_vs_ladder.csv, steady"]["same config"] == "45"
     assert "4096×4096 fp16/fp16" in made.files["report_plots/tuned-0.svg"]
     assert "forward, 1 cell TUNED" in made.files["report.md"]
+    (won,) = table_of(made, "What the searches found")
+    assert won["rows×columns x/weight"] == "4096×4096 fp16/fp16"
+    assert won["cold"].startswith("1.0")
 
 
 def test_a_heat_map_is_of_the_widest_row_that_has_all_dtypes() -> None:
@@ -297,6 +301,7 @@ def test_a_sweeps_paths_are_columns_and_dumbbells(tmp_path: Path) -> None:
 
     def change(facts: dict[str, Any]) -> None:
         facts["tuned"] = dict.fromkeys(tuned, "b256-t256-v8-reg")
+        facts["cells"] = ["forward 1x4096 fp16/fp16"] * 90
         facts["roofline_resumed"] = [facts["roofline_closing"]]
 
     made = report.make([write_run(tmp_path / "a", rows, "sweep.csv", change)])
@@ -316,10 +321,13 @@ def test_a_sweeps_paths_are_columns_and_dumbbells(tmp_path: Path) -> None:
     }
     assert peers["forward, quack"] == pytest.approx(before["forward, quack"] / 0.9, abs=0.002)
     assert "resumed 1 GB/s" in table_of(made, "Probes")[0]
+    assert "| cells | 90, see environment.json |" in made.files["report.md"]
 
 
 def test_a_sweep_that_has_not_ended_says_so_and_a_suspect_one_too(tmp_path: Path) -> None:
     rows = some_rows()
+    none = write_run(tmp_path / "none", rows, change=lambda facts: facts.pop("roofline_opening"))
+    assert "ended before them" in report.make([none]).files["report.md"]
     half = write_run(tmp_path / "half", rows, change=lambda facts: facts.pop("roofline_closing"))
     assert "did not reach its end" in report.make([half]).files["report.md"]
 
@@ -437,6 +445,11 @@ def test_the_noise_is_stated_and_decides(tmp_path: Path) -> None:
     assert set(verdicts(strict, "Forward, ours").values()) == {"SLOWER"}
     assert set(verdicts(loose, "Forward, ours").values()) == {"SAME"}
     assert "at a noise of 5 %" in loose.files["comparison.md"]
+    loose.write()
+    code, said = command(*folders, "--check")
+    assert code == 1
+    assert "--noise is not what the page was made of" in said
+    assert command(*folders, "--check", "--noise", "5")[0] == 0
 
 
 def test_a_path_is_compared_with_a_run_that_has_none(tmp_path: Path) -> None:

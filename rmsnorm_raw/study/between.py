@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rmsnorm_raw.bandwidth import MATCHED, PROBES
 from rmsnorm_raw.stats import MIN_SAMPLES, Comparison, Outcome, compare, compare_intervals
+from rmsnorm_raw.study.gains import count_row, count_titles, pair_plot
 from rmsnorm_raw.study.page import Block, Heading, Plots, Table, Text
 from rmsnorm_raw.study.plots import Plot, intervals
 from rmsnorm_raw.study.runs import (
@@ -25,10 +26,7 @@ from rmsnorm_raw.study.sections import (
     CELL,
     NONE,
     PAIR,
-    count_row,
-    count_titles,
     geometric_mean,
-    pair_plot,
     percent,
     shown,
     value,

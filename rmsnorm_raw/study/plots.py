@@ -215,7 +215,8 @@ def dumbbells(
     top = drawing.legend([(ends[0], 7), (ends[1], 0)], 14) + 24
     drawing.text(2, top - 14, f"{unit}; change of speed at the right", 10, css="soft")
     left, right, step = 130.0, WIDTH - 56.0, 15.0
-    ceiling = 20.0 * math.ceil(max(max(first, second) for _, first, second, _ in rows) / 20)
+    highest = max(max(first, second) for _, first, second, _ in rows)
+    ceiling = 20.0 * math.ceil(max(highest, 1e-9) / 20)
     bottom = top + step * len(rows)
 
     def at(value: float) -> float:

@@ -16,12 +16,15 @@ from pathlib import Path
 from string import ascii_uppercase as LETTERS
 
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.study import between, page, sections
+from rmsnorm_raw.study import between, gains, page, sections
 from rmsnorm_raw.study.page import Block, Heading, Plots, Table, Text
 from rmsnorm_raw.study.runs import ARCHIVES, OP_OF, Run, archive_bytes, digest, read_run
 
 #: what makes a page. A change elsewhere that moves a figure shows when the page is made again
-CODE = ("between.py", "page.py", "plots.py", "report.py", "runs.py", "sections.py", "theme.py")
+CODE = (
+    "between.py", "gains.py", "page.py", "plots.py", "report.py", "runs.py", "sections.py",
+    "theme.py",
+)  # fmt: skip
 NOISE_PCT = 1.0
 META = "rmsnorm-raw-sources"
 
@@ -143,7 +146,8 @@ def make(
     stem = "report" if len(runs) == 1 else "comparison"
     sources = _sources(runs)
     blocks = list(_blocks(runs, sources, noise_pct))
-    facts = [(META, "; ".join(f"{name}={value}" for name, value in sources))]
+    recorded = [*sources, ("--noise", f"{noise_pct:g}")]
+    facts = [(META, "; ".join(f"{name}={value}" for name, value in recorded))]
     plots = [plot for block in blocks if isinstance(block, Plots) for plot in block.plots]
     files = {
         f"{stem}.html": page.html(blocks, facts),
@@ -208,7 +212,7 @@ def _run_blocks(run: Run, letter: str, noise: float) -> Iterator[Block]:
         sections.environment(run),
         sections.roofline(run, prefix),
         *(sections.shapes(run, op, prefix) for op in OP_OF),
-        sections.tuned(run, noise, prefix),
+        gains.tuned(run, noise, prefix),
         sections.dtypes(run, prefix),
         sections.peers(run, noise, prefix),
     )

@@ -1,4 +1,4 @@
-"""The sections of a report on one run: environment, roofline, shapes, tuning, dtypes, peers."""
+"""The sections of a report on one run: environment, roofline, shapes, dtypes, peers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rmsnorm_raw.bandwidth import DRIFT_PCT, MATCHED, PROBES
 from rmsnorm_raw.study.page import Block, Heading, Items, Plots, Table, Text
-from rmsnorm_raw.study.plots import Plot, bars, change, curves, dumbbells, heat_map, ratio_strips
+from rmsnorm_raw.study.plots import Plot, bars, change, curves, heat_map, ratio_strips
 from rmsnorm_raw.study.runs import (
+    ENVIRONMENT,
     OP_OF,
     PAIRS,
     PEERS,
     Cell,
-    Pair,
     Run,
     Timing,
     is_ours,
@@ -27,6 +27,8 @@ NONE = "–"
 CELL = "rows×columns x/weight"
 #: the pair of most curves, and of everything beyond the study's shapes
 PAIR = "bf16/bf16"
+#: entries of a fact that are told one by one
+MOST_SAID = 20
 #: of environment.json: those that have a section of their own
 ELSEWHERE = ("roofline_opening", "roofline_resumed", "roofline_closing", "drift_pct", "suspect")
 
@@ -71,6 +73,8 @@ def environment(run: Run) -> Iterator[Block]:
 
 def _said(fact: object) -> str:
     """A fact of a JSON file in words; "" for a probe that failed or found nothing."""
+    if isinstance(fact, dict | list) and len(fact) > MOST_SAID:
+        return f"{len(fact)}, see {ENVIRONMENT}"
     if isinstance(fact, dict):
         if fact.keys() == {"error"}:
             return ""
@@ -94,14 +98,17 @@ def roofline(run: Run, prefix: str = "") -> Iterator[Block]:
     """The probes at the start and at the end, and how far they moved."""
     yield Heading(2, "Roofline")
     opening, closing = run.probes("opening"), run.probes("closing")
-    if not opening:
+    if run.simulated:
         yield Text("No probes: the times are simulated, they mean nothing and have no percentage.")
+        return
+    if not opening:
+        yield Text("No probes: the run has ended before them, and has no percentage.")
         return
     resumed = run.environment.get("roofline_resumed") or ()
     times = [("opening", opening), *((f"resumed {i}", each) for i, each in enumerate(resumed, 1))]
     times += [("closing", closing)] if closing else []
     rows, drawn = [], []
-    for probe in PROBES:
+    for probe in (probe for probe in PROBES if probe in opening):
         before = opening[probe]
         line: list[str] = [probe]
         for when, probes in times:
@@ -215,84 +222,6 @@ def _pair_order(pair: str) -> tuple[int, str]:
 
 def _pct(run: Run, cell: Cell, series: str) -> float | None:
     return percent(run.by_key.get((cell, series)), "matched")
-
-
-# ---- the ladder against tuned configs ------------------------------------------------------------
-
-
-def counts(pairs: Sequence[Pair], noise_pct: float) -> Counter[str]:
-    """How many cells gained, lost, stayed within the noise, or have one config for both."""
-    names = {"good": "gains", "bad": "losses", "same": "within"}
-    return Counter(
-        "one config" if pair.tuned_us is None else names[change(pair.ratio, noise_pct)]
-        for pair in pairs
-    )
-
-
-def count_row(name: str, pairs: Sequence[Pair], noise_pct: float) -> list[str]:
-    """Of a table with :func:`count_titles`."""
-    found = counts(pairs, noise_pct)
-    mean = geometric_mean([pair.ratio for pair in pairs])
-    said = [str(found[kind]) for kind in ("gains", "losses", "within", "one config")]
-    return [name, str(len(pairs)), *said, f"{mean:.4f}"]
-
-
-def count_titles(noise_pct: float) -> tuple[str, ...]:
-    """What is counted."""
-    return (
-        "", "cells", f"faster by > {noise_pct:g} %", f"slower by > {noise_pct:g} %", "within",
-        "same config", "geometric mean of the speed ratio",
-    )  # fmt: skip
-
-
-def pair_plot(
-    name: str, title: str, pairs: Sequence[Pair], ends: tuple[str, str], unit: str, noise: float
-) -> Plot | None:
-    """Dumbbells of the cells whose two configs differ and have a percentage."""
-    rows = [
-        (pair.cell.name, pair.default_pct, pair.tuned_pct, pair.ratio)
-        for pair in pairs
-        if pair.default_pct is not None and pair.tuned_pct is not None
-    ]
-    return dumbbells(name, title, rows, ends, unit, noise) if rows else None
-
-
-def tuned(run: Run, noise: float, prefix: str = "") -> Iterator[Block]:
-    """What tuned configs are worth beside the ladder's."""
-    yield Heading(2, "Ladder against tuned")
-    found = {
-        (source, op): mine
-        for source, pairs in run.pairs().items()
-        for op in OP_OF
-        if (mine := [pair for pair in pairs if pair.cell.op == op])
-    }
-    if found:
-        rows = [count_row(f"{OP_OF[op]}, {s}", mine, noise) for (s, op), mine in found.items()]
-        caption = f"Gains and losses of tuned configs, at a noise of {noise:g} %"
-        yield Table(caption, count_titles(noise), rows)
-        drawn = (
-            pair_plot(
-                f"{prefix}tuned-{index}",
-                f"{OP_OF[op].capitalize()}, {source}: ladder against tuned",
-                mine, ("ladder", "tuned"), f"percent of {MATCHED[OP_OF[op]]}", noise,
-            )
-            for index, ((source, op), mine) in enumerate(found.items())
-        )  # fmt: skip
-        if plots := [plot for plot in drawn if plot]:
-            yield Text("Dumbbells show the cells where the two are different configs.")
-            yield Plots(plots)
-    else:
-        yield Text("No tuned config was timed beside the ladder's in this run.")
-    if searches := run.searches.get("tune.csv"):
-        verdicts = Counter((row["op"], row["verdict"]) for row in searches)
-        yield Text(
-            "The searches (`tune.csv`): "
-            + "; ".join(
-                f"{OP_OF[op]}, {count} {'cell' if count == 1 else 'cells'} {verdict}"
-                for (op, verdict), count in sorted(verdicts.items())
-            )
-            + ". LADDER: no candidate was faster beyond doubt, so the ladder's config stays."
-        )
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
