@@ -193,24 +193,26 @@ def _curves(
     unit = f"percent of {MATCHED[OP_OF[op]]}"
     pairs = Counter(cell.pair for cell in found)
     pair = PAIR if PAIR in pairs else pairs.most_common(1)[0][0]
-    columns = [cell for cell in found if cell.pair == pair]
-    lines = [
-        (shown(series), style(series), [_pct(run, cell, series) for cell in columns])
-        for series in timed
-    ]
-    lines = [line for line in lines if any(each is not None for each in line[2])]
-    if lines:
-        title = f"{OP_OF[op].capitalize()}, {pair}: percent of roofline over shapes"
-        names = [cell.shape for cell in columns]
-        yield curves(f"{prefix}curves-{op}", title, names, lines, unit)
+    # apart, for the peers have no time in most cells beyond the study
+    for name, over, inside in (("curves", "shapes", True), ("beyond", "other shapes", False)):
+        columns = [c for c in found if c.pair == pair and (c in study_cells()) == inside]
+        lines = [
+            (shown(series), style(series), [_pct(run, cell, series) for cell in columns])
+            for series in timed
+        ]
+        lines = [line for line in lines if any(each is not None for each in line[2])]
+        if lines:
+            title = f"{OP_OF[op].capitalize()}, {pair}: percent of roofline over {over}"
+            names = [cell.shape for cell in columns]
+            yield curves(f"{prefix}{name}-{op}", title, names, lines, unit)
     shapes_of = {cell.shape: cell for cell in found}
     wide = [s for s in shapes_of if sum(cell.shape == s for cell in found) == len(pairs)]
     by_pair = []
-    for index, name in enumerate(sorted(pairs, key=_pair_order)):
-        mine = {cell.shape: run.best(cell) for cell in found if cell.pair == name}
+    for index, each in enumerate(sorted(pairs, key=_pair_order)):
+        mine = {cell.shape: run.best(cell) for cell in found if cell.pair == each}
         values = [percent(mine.get(shape), "matched") for shape in wide]
-        if any(each is not None for each in values):
-            by_pair.append((name, index, values))
+        if any(v is not None for v in values):
+            by_pair.append((each, index, values))
     if len(by_pair) > 1:
         title = f"{OP_OF[op].capitalize()}, ours by dtypes: percent of roofline over shapes"
         yield curves(f"{prefix}pairs-{op}", title, wide, by_pair, unit)
