@@ -358,6 +358,19 @@ def test_a_simulated_run_has_times_that_mean_nothing_and_no_speeds(tmp_path: Pat
     assert not any("curves" in name for name in made.files)
 
 
+@pytest.mark.parametrize("cut", [20, 3000])  # in the last row's samples; in the row before
+def test_a_killed_sweeps_last_piece_is_left_out_and_named(run_folder: Path, cut: int) -> None:
+    whole = read_run(run_folder)
+    data = (run_folder / "perf.csv").read_bytes()
+    (run_folder / "perf.csv").write_bytes(data[:-cut])
+    torn = read_run(run_folder)
+    assert not whole.torn
+    assert torn.torn
+    assert torn.timings == whole.timings[: len(torn.timings)]
+    assert len(torn.timings) == len(data[:-cut].splitlines()) - 2  # its head, and the piece
+    assert "ends in a piece of a row" in report.make([run_folder]).files["report.md"]
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -368,6 +381,7 @@ def test_a_simulated_run_has_times_that_mean_nothing_and_no_speeds(tmp_path: Pat
         (lambda folder: (folder / "environment.json").write_text("{}"), "is not of a run"),
         (lambda folder: (folder / "perf.csv").write_text("op,m\n"), "has no rows"),
         (lambda folder: (folder / "perf.csv").write_text("op,m\nfwd,1\n"), "no column act, config"),
+        (lambda folder: (folder / "perf.csv").write_text("op,m\nfwd"), "has no rows"),
     ],
 )
 def test_what_is_no_run_is_refused(

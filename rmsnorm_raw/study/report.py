@@ -185,6 +185,9 @@ def _blocks(
         "of an activation and a weight element); times are medians in µs; a percentage names its "
         f"probe. Changes of speed within {noise:g} % count as noise."
     )
+    for letter, run in zip(_letters(runs), runs, strict=True):
+        if run.torn:
+            yield Text(f"{letter}`{run.table}` ends in a piece of a row, which is left out.")
     if any(run.simulated for run in runs):
         yield Text("Simulated: times of the simulator mean nothing.")
     if len(runs) > 1:

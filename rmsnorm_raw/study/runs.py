@@ -151,6 +151,7 @@ class Run:
         table: the name of its CSV.
         environment: of environment.json.
         timings: the rows of the CSV.
+        torn: the CSV ends in a piece of a row, which is left out: the run was killed there.
         searches: rows of the tables of searches, by file name.
         digests: sha256 of each file that was read, by its path in the folder.
     """
@@ -159,6 +160,7 @@ class Run:
     table: str
     environment: Mapping[str, Any]
     timings: tuple[Timing, ...]
+    torn: bool
     searches: Mapping[str, tuple[Mapping[str, str], ...]]
     digests: Mapping[str, str]
 
@@ -275,10 +277,11 @@ def read_run(folder: Path) -> Run:
         environment["device"]["name"], environment["device"]["simulated"], environment["time_utc"]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidInput(f"{folder / ENVIRONMENT} is not of a run: {error!r}") from error
-    timings = _timings(folder / tables[0], data[tables[0]])
+    rows, torn = _whole_rows(data[tables[0]])
+    timings = _timings(folder / tables[0], rows)
     searches = {name: tuple(_rows(data[place])) for name, place in beside.items()}
     digests = {name: digest(content) for name, content in data.items()}
-    return Run(folder, tables[0], environment, timings, searches, digests)
+    return Run(folder, tables[0], environment, timings, torn, searches, digests)
 
 
 def digest(data: bytes) -> str:
@@ -295,9 +298,16 @@ def _rows(data: bytes) -> Iterable[dict[str, str]]:
     return csv.DictReader(io.StringIO(data.decode("utf-8"), newline=""))
 
 
-def _timings(path: Path, data: bytes) -> tuple[Timing, ...]:
+def _whole_rows(data: bytes) -> tuple[list[dict[str, str]], bool]:
+    """The rows that were written to their end, and whether a piece of one follows them."""
+    rows = list(_rows(data))
+    torn = bool(rows) and (not data.endswith(b"\n") or None in rows[-1].values())
+    return (rows[:-1] if torn else rows), torn
+
+
+def _timings(path: Path, rows: Iterable[Mapping[str, str]]) -> tuple[Timing, ...]:
     timings: dict[tuple[Cell, str], Timing] = {}
-    for number, row in enumerate(_rows(data), 1):
+    for number, row in enumerate(rows, 1):
         try:
             timing = _timing(row)
         except (KeyError, ValueError, TypeError) as error:

@@ -68,7 +68,7 @@ def environment(run: Run) -> Iterator[Block]:
         for name, fact in run.environment.items()
         if name not in ELSEWHERE and (said := _said(fact))
     ]
-    yield Table("What the run stood on", ("", ""), rows, words=True)
+    yield Table("What the run stood on", ("what", "found"), rows, words=True)
 
 
 def _said(fact: object) -> str:
