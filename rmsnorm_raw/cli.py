@@ -344,6 +344,27 @@ def tune(
         raise typer.Exit(1)
 
 
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of sweeps or suites; the first is the baseline.")
+    ],
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 where the page is not what the runs give.")
+    ] = False,
+    noise: Annotated[
+        float, typer.Option("--noise", min=0.0, help="Percent; changes within it count as none.")
+    ] = 1.0,
+    out: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, help="By default the last RUN.")
+    ] = None,
+) -> None:
+    """A page of a run, or of several compared: report.html or comparison.html, and Markdown."""
+    from rmsnorm_raw.study import report as study
+
+    raise typer.Exit(study.run(runs, out, noise, check))
+
+
 def _problem(op: Op, rows: int, cols: int, dtype: str, weight_dtype: str) -> Problem:
     from rmsnorm_raw.problem import Problem
 

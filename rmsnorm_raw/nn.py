@@ -17,7 +17,6 @@ by the kernels in the simulator.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from rmsnorm_raw import layouts
@@ -138,19 +137,20 @@ class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        # dout may be of a subclass, or batched; so may be what hooks on saved tensors give back
-        used = [tensor for tensor in (dout, *ctx.saved_tensors) if tensor is not None]
-        eager = all(_is_eager(each, None) for each in used) and not _is_batched(dout)
-        return *_gradients(ctx, dout, _backward if eager else _BACKWARD_OPERATOR), None
+        return *_gradients(ctx, dout, directly=True), None
 
 
-def _gradients(ctx: Any, dout: Any, compute: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
+def _gradients(ctx: Any, dout: Any, directly: bool) -> tuple[Any, Any]:
     """(dx, dweight), None where not wanted, of a context that has x, weight, rstd and eps."""
     x, weight, rstd = ctx.saved_tensors
     need_dx, need_dweight = ctx.needs_input_grad[:2]
     if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiable themselves
         rstd = _formula_rstd(x, ctx.eps)
         return _formula_backward(dout, x, weight, rstd, need_dx, need_dweight)
+    # dout may be of a subclass, or batched; so may be what hooks on saved tensors give back
+    used = [tensor for tensor in (dout, x, weight, rstd) if tensor is not None]
+    eager = directly and all(_is_eager(each, None) for each in used) and not _is_batched(dout)
+    compute = _backward if eager else torch.ops.rmsnorm_raw.rmsnorm_bwd
     dx, dweight = compute(dout, x, weight, rstd, need_dx, need_dweight)
     return (dx if need_dx else None), (dweight if need_dweight else None)
 
@@ -360,11 +360,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-_BACKWARD_OPERATOR = torch.ops.rmsnorm_raw.rmsnorm_bwd
-
-
 def _operator_backward(ctx: Any, dout: Any, _: Any) -> tuple[Any, Any, None]:
-    return *_gradients(ctx, dout, _BACKWARD_OPERATOR), None
+    return *_gradients(ctx, dout, directly=False), None
 
 
 torch.library.impl(FORWARD, DEVICES, _forward_operator)
