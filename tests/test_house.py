@@ -150,6 +150,23 @@ def test_the_architecture_tours_in_the_order_of_the_layers() -> None:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
+def test_data_files_are_named_by_where_they_lie(name: str) -> None:
+    for path in re.findall(r"`([\w./-]+/[\w.-]+\.csv)`", read(name)):
+        assert (ROOT / path).exists() or (PACKAGE / path).exists(), path
+        assert name == "ARCHITECTURE.md" or (ROOT / path).exists(), path
+
+
+def test_git_ignores_where_runs_put_their_tables() -> None:
+    asked = ("rmsnorm-raw-results/x", "perf/rmsnorm-raw-results/x", "run/x", "src/run/x")
+    found = subprocess.run(
+        ["git", "-C", ROOT, "check-ignore", "--no-index", *asked], capture_output=True, text=True
+    )
+    if found.returncode > 1:
+        pytest.skip("this is no checkout")
+    assert found.stdout.split() == [*asked[:3]]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", read(name)):
         assert (ROOT / target).exists(), target
