@@ -619,7 +619,7 @@ def test_a_jax_array_cannot_be_out() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ("b256-q7", "'q7' names no knob; the nearest valid slug is 'b256-"),
+        ("b256-q7", "'q7' names no knob; a slug reads like 'b256-"),
         ("b128-t32-v2-reg", "does not fit.*vec is"),
         (Config(2048), "does not fit.*1024 threads"),
         (256, "pass a slug, a Config"),
