@@ -27,14 +27,14 @@ from rmsnorm_raw import bandwidth, environment, measure, workbench
 from rmsnorm_raw.backends import get_backend
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
-from rmsnorm_raw.study import sweep
+from rmsnorm_raw.study import rooflines, sweep
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
 from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
 
 #: the device is busy for under 10 s of a session at this count, whatever the peers take
 ROUNDS = 60
 SIMULATED_ROWS = 4
-COLUMNS = ("provider", "version", *sweep.COLUMNS, "prepare_s", "times_us")
+COLUMNS = (*sweep.COLUMNS, "prepare_s")
 
 
 # ---- the session ---------------------------------------------------------------------------------
@@ -95,7 +95,8 @@ class Session:
         row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(
             problem, cell.config, self.backend.device
         )
-        row |= {"provider": provider.name, "version": provider.version}
+        row |= {"provider": provider.name, "path": "ladder" if provider.name == bars.OURS else ""}
+        row |= {"version": provider.version, "module": provider.module}
         row |= {"rows_run": str(cell.problem.rows), "config": ""}
         try:
             row |= self._timed(benchmark, cell, provider)
@@ -139,7 +140,6 @@ class Session:
         return sweep.time_columns(cell.problem, contender.verdict, samples, self.opening) | {
             "config": contender.config,
             "prepare_s": f"{prepare_s:.2f}",
-            "times_us": " ".join(f"{took_us:.3f}" for took_us in samples.times_us),
         }
 
     def _write(self, row: dict[str, str]) -> None:
@@ -161,7 +161,7 @@ class Session:
         opening, closing = self.opening, self.closing
         at_the_end = {"roofline_closing": None, "drift_pct": None, "suspect": False}
         if opening and closing:
-            at_the_end = sweep.closing_facts(opening, closing)
+            at_the_end = rooflines.closing_facts(opening, closing)
         return {
             "command": environment.command(["pytest", *self._args]),
             "backend": self.backend.name,
@@ -169,7 +169,7 @@ class Session:
             "simulated": self.simulated,
             "beyond": self.beyond,
             "providers": {p.name: p.missing() or f"{p.module} {p.version}" for p in self.providers},
-            "roofline_opening": opening and sweep.roofline_facts(opening),
+            "roofline_opening": opening and rooflines.roofline_facts(opening),
             **at_the_end,
             "wall_s": perf_counter() - self._began,
         }

@@ -15,6 +15,7 @@ from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.stats import Outcome
 from rmsnorm_raw.study import sweep as study
 from rmsnorm_raw.study.cells import cells
+from rmsnorm_raw.study.summary import summary
 
 pytestmark = pytest.mark.gpu
 
@@ -27,12 +28,15 @@ def test_the_90_cells_pass_at_full_size_in_under_5_minutes(gpu: Backend, tmp_pat
     began = time.perf_counter()
     outcome = study.sweep(gpu, tmp_path)
     took_s = time.perf_counter() - began
-    print("\n".join((f"\n{took_s:.0f} s", *study.summary(outcome))))
+    print("\n".join((f"\n{took_s:.0f} s", *summary(outcome))))
     assert outcome.failed == ()
     assert took_s < SWEEP_LIMIT_S
     with outcome.csv_path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["m"], row["rows_run"]) for row in rows] == [(str(c.rows),) * 2 for c in cells()]
+    by_ladder = [row for row in rows if row["path"] == "ladder"]
+    assert [(row["m"], row["rows_run"]) for row in by_ladder] == [
+        (str(c.rows),) * 2 for c in cells()
+    ]
     for row in rows:
         assert row["simulated"] == "false"
         assert int(row["samples"]) >= 12
