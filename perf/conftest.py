@@ -1,9 +1,10 @@
 """The suites' session and their table.
 
 ``pytest perf --benchmark-only`` times our kernel and its peers on the study's 90 cells, each after
-its gate. The warm-up, and how many copies of a queue-ahead the host's cost wants, are those of
-:mod:`rmsnorm_raw.measure`; the rounds are pytest-benchmark's, on the clock of ``clock.py``. A round
-whose host was late is dropped and counted. Probes run before the first cell and after the last.
+its gate; beside them the probes, the host's time of a call, and a Llama block. The warm-up, and how
+many copies of a queue-ahead the host's cost wants, are those of :mod:`rmsnorm_raw.measure`; the
+rounds are pytest-benchmark's, on the clock of ``clock.py``. A round whose host was late is dropped
+and counted. Probes run before the first cell and after the last.
 
 Without a GPU the suites run our kernel in the simulator, at few rows; its times are marked as
 simulated and mean nothing.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -57,6 +58,7 @@ class Session:
         self.closing: bandwidth.Roofline | None = None
         self.rows: list[dict[str, str]] = []
         self.infos: list[dict[str, Any]] = []
+        self.others: list[tuple[str, float, dict[str, Any]]] = []  # group, median us, extra_info
         self._cell: Cell | None = None
 
     @property
@@ -111,18 +113,33 @@ class Session:
     def _timed(self, benchmark: Any, cell: Cell, provider: Provider) -> dict[str, str]:
         began = perf_counter()
         contender = provider.prepare(cell)
-        warm = measure.time_calls(
-            contender.calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
-        )
         prepare_s = perf_counter() - began
+        samples = self.time(benchmark, contender.calls)
+        if samples is None:
+            return {"verdict": "PASS", "config": contender.config}
+        return sweep.time_columns(cell.problem, contender.verdict, samples, self.opening) | {
+            "config": contender.config,
+            "prepare_s": f"{prepare_s:.2f}",
+        }
+
+    def time(self, benchmark: Any, calls: Sequence[measure.Call]) -> measure.Samples | None:
+        """Device time of one operation, a round a call; None under --benchmark-disable.
+
+        Raises:
+            Unmeasurable: the host was late in most rounds.
+        """
+        warm = measure.time_calls(
+            calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
+        )
         # one copy more than the timer wanted: here pytest-benchmark's own work is host time too
         one_copy = measure.EVICTED_CACHES * self.backend.device.last_level_cache_bytes
-        copies = 0 if self.simulated else warm.evicted_bytes // one_copy + 1
-        rounds = Rounds(self.clock, contender.calls, copies)
+        rounds = Rounds(
+            self.clock, calls, 0 if self.simulated else warm.evicted_bytes // one_copy + 1
+        )
         count = MIN_SAMPLES if self.simulated else ROUNDS
         benchmark.pedantic(rounds.run, setup=rounds.setup, rounds=count)
         if not benchmark.enabled:  # --benchmark-disable: run once, no times
-            return {"verdict": "PASS", "config": contender.config}
+            return None
         late_us = [0.0] * count if self.simulated else rounds.late_us()
         data = benchmark.stats.stats.data
         data[:] = [took_s for took_s, late in zip(data, late_us, strict=True) if late <= 0]
@@ -130,17 +147,44 @@ class Session:
             benchmark.has_error = True
             raise measure.Unmeasurable(
                 f"the host was late in {count - len(data)} of {count} rounds, by up to "
-                f"{max(late_us):.0f} us behind {copies} copies: another process may have the cores"
+                f"{max(late_us):.0f} us, at last behind {rounds.copies} copies: another process "
+                "may have the cores, or the call waits for the device"
             )
-        samples = measure.Samples(
-            tuple(took_s * 1e6 for took_s in data), "cold", f"{count} rounds", len(contender.calls),
+        return measure.Samples(
+            tuple(took_s * 1e6 for took_s in data), "cold", f"{count} rounds", len(calls),
             evicted_bytes=rounds.evicted_bytes, discarded=count - len(data),
             late_us=max(0.0, *late_us), simulated=self.simulated,
         )  # fmt: skip
-        return sweep.time_columns(cell.problem, contender.verdict, samples, self.opening) | {
-            "config": contender.config,
-            "prepare_s": f"{prepare_s:.2f}",
-        }
+
+    def note(
+        self,
+        benchmark: Any,
+        provider: str,
+        module: str,
+        slug: str,
+        *,
+        moved_bytes: int,
+        samples: measure.Samples | None = None,
+    ) -> None:
+        """What the JSON and the table say of an operation beside the cells, which has passed.
+
+        Args:
+            benchmark: the fixture, which has been run.
+            provider: who did it.
+            module: what was called.
+            slug: what was chosen.
+            moved_bytes: logical bytes of the norms in a call.
+            samples: where device time is all theirs, so that there is a speed.
+        """
+        info = benchmark.extra_info
+        info |= {"provider": provider, "module": module, "slug": slug, "verdict": "PASS"}
+        info |= {"bytes": moved_bytes, "simulated": self.simulated}
+        if samples is not None and self.opening is not None:
+            info["gbps"] = gbps = samples.gbps(moved_bytes)
+            for probe in (*bandwidth.PROBES, "best"):
+                info[f"pct_{probe}"] = self.opening.percent(gbps, probe)
+        if benchmark.enabled:
+            self.others.append((benchmark.group, 1e6 * benchmark.stats.stats.median, info))
 
     def _write(self, row: dict[str, str]) -> None:
         """Append to perf.csv at once, so that an interrupted session keeps what it has."""
@@ -241,13 +285,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    session = session_of(metafunc.config)
-    contests = []
-    for problem, provider in session.contests(metafunc.module.OP):
-        cell = _cell_id(bars.problem_key(problem))
-        mark = pytest.mark.benchmark(group=cell, timer=session.clock)
-        contests.append(pytest.param(problem, provider, id=f"{cell}-{provider.name}", marks=mark))
-    metafunc.parametrize(("problem", "provider"), contests)
+    """A suite on the study's cells names its ``OP``; others their ``CONTESTS`` and their clock."""
+    session, suite = session_of(metafunc.config), metafunc.module
+    cases = []
+    if hasattr(suite, "OP"):
+        for problem, provider in session.contests(suite.OP):
+            cell = _cell_id(bars.problem_key(problem))
+            mark = pytest.mark.benchmark(group=cell, timer=session.clock)
+            cases.append(pytest.param(problem, provider, id=f"{cell}-{provider.name}", marks=mark))
+        metafunc.parametrize(("problem", "provider"), cases)
+        return
+    timer = {"timer": session.clock} if suite.ON_DEVICE else {}
+    for group, names in suite.CONTESTS.items():
+        mark = pytest.mark.benchmark(group=group, **timer)
+        cases += [pytest.param(name, id=f"{group}-{name}", marks=mark) for name in names]
+    metafunc.parametrize("contest", cases)
 
 
 def _cell_id(key: bars.Key) -> str:
@@ -282,10 +334,36 @@ def timed(benchmark: Any, request: pytest.FixtureRequest) -> Callable[[Problem, 
     return run
 
 
+@pytest.fixture
+def session(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """For the suites beside the cells; without a GPU torch's CPU tensors go to the simulator."""
+    found = session_of(request.config)
+    if found.simulated:
+        monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
+    return found
+
+
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
-    machine_info["rmsnorm_raw"] = environment.collect() | session_of(config).facts()
+    """What two runs of one machine share: pytest-benchmark warns where it differs."""
+    backend, facts = session_of(config).backend, environment.collect()
+    gpus = facts["nvidia_gpus"]
+    if isinstance(gpus, list):
+        gpus = [f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in gpus]
+    machine_info["rmsnorm_raw"] = {
+        "backend": backend.name,
+        "device": asdict(backend.device),
+        "nvidia_gpus": gpus,
+        "amd_gpus": facts["amd_gpus"],
+        "toolchain": backend.toolchain._asdict(),
+        **{name: facts[name] for name in ("packages", "compilers", "rocm_version")},
+    }
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """All that the run stands on."""
+    output_json["rmsnorm_raw"] = environment.collect() | session_of(config).facts()
 
 
 @pytest.hookimpl(trylast=True)
@@ -293,7 +371,7 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     session = config.stash.get(SESSION, None)
-    if session is not None and session.rows:
+    if session is not None and (session.rows or session.others):
         terminalreporter.section("rmsnorm_raw beside its peers")
         for line in table(session):
             terminalreporter.write_line(line)
@@ -305,6 +383,9 @@ def table(session: Session) -> Iterator[str]:
     if session.simulated:
         yield "times are simulated: they mean nothing"
     unit = "sim. us" if session.simulated else "us"
+    yield from _others(session, unit)
+    if not session.rows:
+        return
     yield (
         f"{'cell':<28} {'provider':<14} {unit:>9} {'GB/s':>7} {'% best':>7} {'% match':>7}  "
         "peer / ours [95 %]"
@@ -335,3 +416,16 @@ def table(session: Session) -> Iterator[str]:
             yield f"probe {before.probe}: {before.gbps:.1f} GB/s, at the end {after.gbps:.1f}"
         if session.opening.is_suspect(session.closing):
             yield "SUSPECT: a probe moved by more than 2 %: let the device rest and repeat"
+
+
+def _others(session: Session, unit: str) -> Iterator[str]:
+    """The suites beside the cells; a ratio is to ours in the group."""
+    if session.others:
+        figures = f"{unit:>11} {'GB/s':>7} {'% best':>7} {'/ ours':>7}"
+        yield f"{'group':<28} {'provider':<14} {figures}  slug"
+    ours = {group: us for group, us, info in session.others if info["provider"] == bars.OURS}
+    for group, median_us, info in session.others:
+        speeds = (f"{info[name]:.1f}" if name in info else "-" for name in ("gbps", "pct_best"))
+        ratio = f"{median_us / ours[group]:.3f}" if group in ours else "-"
+        cells = " ".join(f"{it:>7}" for it in (*speeds, ratio))
+        yield f"{group:<28} {info['provider']:<14} {median_us:11.2f} {cells}  {info['slug']}"
