@@ -23,13 +23,14 @@ from typing import Any
 import bars
 import pytest
 from clock import Clock, Rounds
+from terminal_table import cell_id, table
 
 from rmsnorm_raw import bandwidth, environment, measure, workbench
 from rmsnorm_raw.backends import get_backend
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
 from rmsnorm_raw.study import rooflines, sweep
-from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
+from rmsnorm_raw.study.cells import cells
 from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
 
 #: the device is busy for under 10 s of a session at this count, whatever the peers take
@@ -290,7 +291,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = []
     if hasattr(suite, "OP"):
         for problem, provider in session.contests(suite.OP):
-            cell = _cell_id(bars.problem_key(problem))
+            cell = cell_id(bars.problem_key(problem))
             mark = pytest.mark.benchmark(group=cell, timer=session.clock)
             cases.append(pytest.param(problem, provider, id=f"{cell}-{provider.name}", marks=mark))
         metafunc.parametrize(("problem", "provider"), cases)
@@ -300,11 +301,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         mark = pytest.mark.benchmark(group=group, **timer)
         cases += [pytest.param(name, id=f"{group}-{name}", marks=mark) for name in names]
     metafunc.parametrize("contest", cases)
-
-
-def _cell_id(key: bars.Key) -> str:
-    op, m, n, act, weight = key
-    return f"{op}-{m}x{n}-{act}-{weight}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -375,57 +371,3 @@ def pytest_terminal_summary(
         terminalreporter.section("rmsnorm_raw beside its peers")
         for line in table(session):
             terminalreporter.write_line(line)
-
-
-def table(session: Session) -> Iterator[str]:
-    """A line a provider and cell, then what they come to."""
-    run = session.results()
-    if session.simulated:
-        yield "times are simulated: they mean nothing"
-    unit = "sim. us" if session.simulated else "us"
-    yield from _others(session, unit)
-    if not session.rows:
-        return
-    yield (
-        f"{'cell':<28} {'provider':<14} {unit:>9} {'GB/s':>7} {'% best':>7} {'% match':>7}  "
-        "peer / ours [95 %]"
-    )
-    for key, rows in run.rows.items():
-        ours = run.timed(key, bars.OURS)
-        for row in rows.values():
-            head = f"{_cell_id(key):<28} {row['provider']:<14}"
-            if not row["times_us"]:
-                yield f"{head} {row['verdict']}: {row['note'].partition(chr(10))[0]}"
-                continue
-            figures = (row[name] or "-" for name in ("gbps", "pct_best", "pct_matched"))
-            line = f"{head} {bars.median_us(row):9.2f} " + " ".join(f"{it:>7}" for it in figures)
-            if ours and row["provider"] != bars.OURS:
-                found = bars.ratio(row, ours[0])
-                line += f"  {found.ratio:.3f} [{found.low:.3f}, {found.high:.3f}]"
-            yield line
-    for op, provider in itertools.product(ARCHIVE_NAME.values(), bars.PEERS):
-        if ratios := bars.mean_of(run, op, provider):
-            mean, low, high = bars.geometric_mean(ratios)
-            yield (
-                f"{op}, geometric mean over {len(ratios)} cells, {provider} / ours: "
-                f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-            )
-    if session.opening and session.closing:
-        for before in session.opening.readings:
-            after = session.closing.reading(before.probe)
-            yield f"probe {before.probe}: {before.gbps:.1f} GB/s, at the end {after.gbps:.1f}"
-        if session.opening.is_suspect(session.closing):
-            yield "SUSPECT: a probe moved by more than 2 %: let the device rest and repeat"
-
-
-def _others(session: Session, unit: str) -> Iterator[str]:
-    """The suites beside the cells; a ratio is to ours in the group."""
-    if session.others:
-        figures = f"{unit:>11} {'GB/s':>7} {'% best':>7} {'/ ours':>7}"
-        yield f"{'group':<28} {'provider':<14} {figures}  slug"
-    ours = {group: us for group, us, info in session.others if info["provider"] == bars.OURS}
-    for group, median_us, info in session.others:
-        speeds = (f"{info[name]:.1f}" if name in info else "-" for name in ("gbps", "pct_best"))
-        ratio = f"{median_us / ours[group]:.3f}" if group in ours else "-"
-        cells = " ".join(f"{it:>7}" for it in (*speeds, ratio))
-        yield f"{group:<28} {info['provider']:<14} {median_us:11.2f} {cells}  {info['slug']}"

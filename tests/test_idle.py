@@ -97,7 +97,7 @@ def test_memory_of_others_makes_it_busy_and_they_are_shown(
     with pytest.raises(Busy) as refused:
         check(NVIDIA)
     assert "NVIDIA H200 at 0000:17:00.0 is not idle: 0 % active" in str(refused.value)
-    assert "12.0 GiB in use by others (limit 1.0 GiB)" in str(refused.value)
+    assert "12.0 GiB in use by others (limit 2.0 GiB)" in str(refused.value)
     assert "12 program12 (11.0 GiB), 13 unknown (memory unknown)" in str(refused.value)
     assert "--allow-busy" in str(refused.value)
 
@@ -119,10 +119,10 @@ def test_activity_is_the_median_of_several_looks(
 
 
 def test_what_was_allowed_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml(monkeypatch, used_bytes=2 * GIB, processes={12: 2 * GIB})
+    nvml(monkeypatch, used_bytes=3 * GIB, processes={12: 3 * GIB})
     found = check(NVIDIA, allow_busy=True)
     assert (found["state"], found["allow_busy"]) == ("busy", True)
-    assert found["processes"] == ({"pid": 12, "name": "program12", "used_bytes": 2 * GIB},)
+    assert found["processes"] == ({"pid": 12, "name": "program12", "used_bytes": 3 * GIB},)
 
 
 def test_a_missing_library_is_said_and_not_taken_for_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,9 @@ from rmsnorm_raw.errors import RmsnormRawError
 
 #: an idle GPU shows 0; a desktop that redraws a clock shows 1 or 2
 MOST_ACTIVITY_PCT = 5.0
-#: in use by others: a context that waits for its user has about half of it
-MOST_USED_BYTES = 1 << 30
+#: in use by others: room for a context or two that wait for their user. One of them may be ours,
+#: for a container may hide which process is this one
+MOST_USED_BYTES = 2 << 30
 #: NVML averages over up to a second and shows the load of its own start: the median counts
 LOOKS, LOOK_EVERY_S = 5, 0.2
 
