@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -188,3 +189,13 @@ def test_a_figure_that_amd_leaves_out_is_not_taken_for_idle(
     asked = amdsmi(monkeypatch, "N/A", 100, [])
     assert check(device)["state"] == "unknown"
     assert asked[-1] == "shut down"
+
+
+def test_amds_package_without_its_library_is_a_missing_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "amdsmi.py").write_text("{}['libamd_smi.so']")  # as amdsmi 7.0.2 does it
+    assert check(AMD)["state"] == "unknown"
+    assert "does not load ('libamd_smi.so')" in str(check(AMD)["why"])

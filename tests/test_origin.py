@@ -82,10 +82,11 @@ def test_a_module_in_the_repository_is_wrong(
         find(EVERYONE["quack"])
 
 
-def test_a_virtual_environment_may_lie_in_the_repository(
-    planted: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("repository", [".", ".venv/lib/site-packages"])
+def test_a_virtual_environment_may_lie_in_the_repository_and_we_in_it(
+    repository: str, planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(origin, "REPOSITORY", planted)
+    monkeypatch.setattr(origin, "REPOSITORY", planted / repository)
     packages = planted / ".venv" / "lib" / "site-packages"
     packages.mkdir(parents=True)
     monkeypatch.syspath_prepend(packages)

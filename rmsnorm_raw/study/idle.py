@@ -148,7 +148,7 @@ def _ask_nvidia(address: str) -> Occupancy:
 def _ask_amd(address: str) -> Occupancy:
     try:
         import amdsmi
-    except (ImportError, OSError) as error:  # the package, or its library
+    except (ImportError, LookupError, OSError) as error:  # the package, or its library: a KeyError
         raise Unknown(
             f"AMD SMI's Python package does not load ({error}): pip install amdsmi, "
             "or the one in /opt/rocm/share/amd_smi"

@@ -20,7 +20,8 @@ from rmsnorm_raw.study.providers import Provider, providers
 
 OURS = "ours"
 REPOSITORY = Path(rmsnorm_raw.__file__).resolve().parents[1]
-#: a virtual environment may lie in the repository, and what is installed there is in one of these
+#: what is installed is in one of these, also where a virtual environment lies in the repository, and
+#: where this package is installed and its folder's parent is no repository
 INSTALLED = {"site-packages", "dist-packages"}
 #: provider -> what is called of its module
 CALLED = {
@@ -123,6 +124,4 @@ def find(provider: Provider) -> Origin:
 
 
 def _in_repository(path: Path) -> bool:
-    if REPOSITORY not in path.parents:
-        return False
-    return not INSTALLED & set(path.relative_to(REPOSITORY).parts)
+    return REPOSITORY in path.parents and not INSTALLED & set(path.parts)
