@@ -20,8 +20,8 @@ from rmsnorm_raw.study.providers import Provider, providers
 
 OURS = "ours"
 REPOSITORY = Path(rmsnorm_raw.__file__).resolve().parents[1]
-#: what is installed is in one of these, also where a virtual environment lies in the repository, and
-#: where this package is installed and its folder's parent is no repository
+#: what is installed is in one of these, also where a virtual environment lies in the repository,
+#: and where this package is installed itself
 INSTALLED = {"site-packages", "dist-packages"}
 #: provider -> what is called of its module
 CALLED = {
