@@ -508,7 +508,7 @@ def write(file, data, write=os.write):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(file, data)
 folder.os.write = write
-sweep.sweep(get_backend("cpu"), Path(sys.argv[1]), problems=cells.cells()[:16], rows_cap=2)
+sweep.sweep(get_backend("cpu"), Path(sys.argv[1]), problems=cells.cells()[:32], rows_cap=2)
 """
 
 
@@ -531,9 +531,10 @@ def test_killed_at_three_random_moments_it_has_the_same_rows(
     tmp_path: Path, undisturbed: list[tuple[str, ...]]
 ) -> None:
     csv_path, draw = tmp_path / "sweep.csv", random.Random(0)
-    for at_least in (1, 6, 11):
+    for at_least in (1, 8, 16):
         process = start(tmp_path)
         while process.poll() is None:
+            time.sleep(0.002)
             if csv_path.exists() and csv_path.read_bytes().count(b"\r\n") > at_least:
                 time.sleep(draw.uniform(0, 0.05))
                 process.kill()
