@@ -197,7 +197,9 @@ def bench(
 ) -> None:
     """Verify one kernel, time it and set it beside the roofline; writes bench.json."""
     from rmsnorm_raw import backends, environment, measure, workbench
-    from rmsnorm_raw.study.sweep import cell_columns, printed, roofline_facts, time_columns
+    from rmsnorm_raw.study.rooflines import roofline_facts
+    from rmsnorm_raw.study.summary import printed
+    from rmsnorm_raw.study.sweep import cell_columns, time_columns
 
     problem = _problem(op, rows, cols, dtype, weight_dtype)
     where = backends.get_backend(backend)
@@ -249,24 +251,21 @@ def sweep(
         int | None,
         typer.Option("--rows-cap", min=1, help="The most rows a cell is run with."),
     ] = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option("--provider", "--providers", help="Peers beside ours: quack,liger,torch ..."),
+    ] = None,
+    allow_busy: Annotated[
+        bool, typer.Option("--allow-busy", help="Begin on a GPU that is not idle; it is recorded.")
+    ] = False,
     out: OutOption = None,
 ) -> None:
-    """Verify and time the study's 90 cells; writes sweep.csv and environment.json."""
+    """Verify and time the study's 90 cells; --out of an unfinished sweep goes on with it."""
     from rmsnorm_raw import backends
-    from rmsnorm_raw.study import sweep as study
+    from rmsnorm_raw.study import sweep_command
 
-    where = backends.get_backend(backend)
-    out_dir = console.out_dir(out, where.device)
-    print(f"writing to {out_dir}", file=sys.stderr)
-    with console.progress() as step:
-        outcome = study.sweep(
-            where, out_dir, rows_cap=rows_cap, budget_s=0.3 if quick else 2.0, progress=step
-        )
-    console.print_table(*study.printed(outcome.rows))
-    print("\n".join(study.summary(outcome)))
-    print(f"written: {outcome.csv_path}, {outcome.environment_path}")
-    if outcome.failed:
-        raise typer.Exit(1)
+    where, budget_s = backends.get_backend(backend), 0.3 if quick else 2.0
+    raise typer.Exit(sweep_command.run(where, out, provider or (), rows_cap, budget_s, allow_busy))
 
 
 @app.command()

@@ -64,19 +64,46 @@ def results(chosen: Path | None, device: DeviceSpec) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A function to call as each step begins: a bar on a terminal, else lines; both on stderr."""
+    """A function to call as each step begins: a bar on a terminal, else lines; both on stderr.
+
+    Both say how much time is left, by the steps so far.
+    """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda done, of, what: print(f"[{done}/{of}] {what}", file=sys.stderr, flush=True)
+        yield _lines()
         return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     text = TextColumn("{task.description}", markup=False)
-    with Progress(*columns, text, console=console, transient=True) as bar:
+    # the steps differ, so their speed is that of ten minutes
+    with Progress(
+        *columns, text, console=console, transient=True, speed_estimate_period=600
+    ) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+def _lines() -> Callable[[int, int, str], None]:
+    began: dict[int, tuple[int, float]] = {}  # by how many there are: the first step, and when
+
+    def line(done: int, of: int, what: str) -> None:
+        first, at = began.setdefault(of, (done, time.monotonic()))
+        left = ""
+        if first < done < of:
+            left_s = (time.monotonic() - at) / (done - first) * (of - done)
+            left = f" ({left_s // 60:.0f}:{left_s % 60:02.0f} left)"
+        print(f"[{done}/{of}] {what}{left}", file=sys.stderr, flush=True)
+
+    return line
 
 
 def print_table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
