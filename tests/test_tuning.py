@@ -77,6 +77,11 @@ def test_a_search_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
     assert any(line.startswith("SearchFailed: fwd 4096x1024") for line in tuning.summary(table))
 
 
+def test_an_error_without_a_message_has_its_line() -> None:
+    row = dict.fromkeys(tuning.COLUMNS, "") | {"verdict": "MemoryError"}
+    assert any(line.startswith("MemoryError: ") for line in tuning.summary([row]))
+
+
 def test_an_interrupt_ends_the_run_and_keeps_the_records_so_far(tmp_path: Path) -> None:
     first = steps()
     tuning.tune_all(THREE[:1], GPU, tmp_path, steps=first)

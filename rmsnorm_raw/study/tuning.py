@@ -153,7 +153,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     lines.append("configs: " + ", ".join(f"{count} {kind}" for kind, count in counted.items()))
     for row in rows:
         if row["verdict"] not in ("TUNED", "LADDER"):
-            first_line = row["why"].splitlines()[0]
+            first_line = row["why"].partition("\n")[0]
             name = f"{row['op']} {row['m']}x{row['n']} {row['act']}/{row['weight']}"
             lines.append(f"{row['verdict']}: {name}: {first_line} (the whole of it is in tune.csv)")
     return lines
