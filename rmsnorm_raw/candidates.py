@@ -42,9 +42,12 @@ class Explorer:
         kept: the configs to try; the ladder's is left out.
         ladder: where to begin.
         seed: of the draw.
+        known: what an earlier search has found; it comes first.
     """
 
-    def __init__(self, kept: Sequence[Config], ladder: Config, seed: int = 0) -> None:
+    def __init__(
+        self, kept: Sequence[Config], ladder: Config, seed: int = 0, known: Config | None = None
+    ) -> None:
         near = sorted(
             (config for config in kept if config != ladder),
             key=lambda config: knobs_apart(config, ladder),
@@ -53,7 +56,8 @@ class Explorer:
         self._first = list(dict.fromkeys((*_cover(near, ladder), *first)))
         drawn = [config for config in near if config not in set(self._first)]
         random.Random(seed).shuffle(drawn)
-        self._left = dict.fromkeys((*self._first, *drawn))
+        foremost = [config for config in near if config == known]
+        self._left = dict.fromkeys((*foremost, *self._first, *drawn))
 
     def __len__(self) -> int:
         return len(self._left)

@@ -5,7 +5,8 @@
 
 A search that has been made is not made again: its record is found, whether a candidate has won or
 the ladder's config stays. Records are kept of times on a GPU alone, and not of a search that was
-interrupted, or whose budget ended before it had timed anything.
+interrupted, or that a budget cut short; a winner found by then is kept, as of a quick search, where
+none was known. The winner known so far is tried first, and is among the finalists of a full search.
 """
 
 from __future__ import annotations
@@ -202,25 +203,35 @@ def tune(
     found = store.lookup(key) if key is not None and resume else None
     if found is not None and _rank(found.effort) >= _rank(effort):
         return _recorded(problem, where, found)
+    known = None if key is None else _winner(problem, where)
     interrupted = False
     with contextlib.ExitStack() as stack:
         if steps is None:
             steps = stack.enter_context(Worker.on(where))
-        steps.start()
-        search = Search(problem, where.device, steps, asked, budget_s=budget_s, progress=progress)
+        search = Search(
+            problem, where.device, steps, asked, budget_s=budget_s, known=known, progress=progress
+        )
         try:
+            steps.start()
             search.run()
         except KeyboardInterrupt:
             interrupted = True
             search.why = f"interrupted; {search.why}"
     decision = _decided(search, effort, interrupted)
-    if key is not None and not interrupted and (decision.standings or not search.pool):
+    if key is not None and (search.finished or (decision.tuned and known is None)):
         config = decision.config if decision.tuned else _stays(problem, where)
         record = store.Record(
-            config, decision.why, decision.samples, decision.counts, environment_digest(), effort
-        )
+            config, decision.why, decision.samples, decision.counts, environment_digest(),
+            effort if search.finished else "quick",
+        )  # fmt: skip
         store.save(key, record)
     return decision
+
+
+def _winner(problem: Problem, backend: Backend) -> Config | None:
+    """What an earlier search found, the user's or the package's; None where it was the ladder's."""
+    config, origin = store.resolve(problem, backend)
+    return None if origin == "ladder" else config
 
 
 def _stays(problem: Problem, backend: Backend) -> Config:
