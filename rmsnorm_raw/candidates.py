@@ -94,8 +94,8 @@ def one_factor(problem: Problem, device: DeviceSpec, base: Config) -> Iterator[t
     """(change, config) with one knob of ``base`` changed, over all values that the space knows.
 
     A change reads "block=512". What cannot stay as it was beside it goes with it: a path takes the
-    ring knobs it wants, a ring by lanes loses policy and pace. A config may still not fit:
-    :func:`.space.reject_reason` says.
+    ring knobs it wants, two_pass its own finish, a ring by lanes loses policy and pace. A config
+    may still not fit: :func:`.space.reject_reason` says.
     """
     known = [base, *enumerate_configs(problem, device).kept]
     for name in KNOBS:
@@ -118,5 +118,6 @@ def _on_path(problem: Problem, device: DeviceSpec, base: Config, path: Path) -> 
     single = problem.op == "forward" and path in ("registers", "two_pass")
     return replace(
         base, path=path, stages=3 * ring, bulk=ring and device.arch == "sm_90" and base.vec == 16,
-        reread=False, paced=False, programs=0 if single else base.programs or 2,
+        reread=False, paced=False, finish="kernel" if path == "two_pass" else base.finish,
+        programs=0 if single else base.programs or 2,
     )  # fmt: skip
