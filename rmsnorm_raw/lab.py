@@ -39,6 +39,12 @@ class Fault:
     kind: Kind
     message: str
 
+    @property
+    def brief(self) -> str:
+        """The kind, and the first line of the message."""
+        first_line = self.message.partition("\n")[0]
+        return f"{self.kind}: {first_line}"
+
 
 Begun = Callable[[Config], None]
 Ended = Callable[[Config, "str | Fault"], None]

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from rmsnorm_raw import environment, ladder, store
 from rmsnorm_raw.backends import Backend, get_backend
+from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import InvalidInput
@@ -116,8 +117,7 @@ class Decision:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.counts.items() if count)
             yield f"{counts}; {self.effort}, {self.took_s:.1f} s"
         for config, fault in itertools.islice(self.faults.items(), SHOWN):
-            first_line = fault.message.partition("\n")[0]
-            yield f"{config.slug}: {fault.kind}: {first_line}"
+            yield f"{config.slug}: {fault.brief}"
         unit = "simulated " if self.simulated else ""
         if self.standings:
             table = Table("candidate", f"{unit}cold, beside the ladder's {self.ladder.slug}")
@@ -180,13 +180,16 @@ def tune(
         progress: called with what begins.
 
     Raises:
-        InvalidInput: no such effort, or the problem launches nothing.
+        InvalidInput: no such effort, no problem, or one that launches nothing.
+        BackendUnavailable: the backend is of a device that is not here.
         InvalidConfig: nothing fits the problem.
         SearchFailed: the ladder's config does not compile or run.
         WrongResult: it fails the gate.
         MemoryError: the problem's tensors do not fit the device.
         WorkerLost: the worker does not start.
     """
+    if isinstance(getattr(problem, "problem", None), Problem):
+        raise InvalidInput("tune takes a problem: pass kernel.problem; edited text is not searched")
     if effort not in EFFORTS:
         raise InvalidInput(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
     if not (problem.rows and problem.cols) or not (problem.need_dx or problem.need_dweight):
@@ -198,6 +201,8 @@ def tune(
         base = ladder.default_config(problem, where.device)
         why = f"no search: {origin}"
         return Decision(problem, where.device.name, config, base, why, origin, effort)
+    if isinstance(where, OfflineBackend):
+        where.refuse()
     simulated = where.device.simulated
     key = None if simulated else store.key(problem, where)
     found = store.lookup(key) if key is not None and resume else None

@@ -105,7 +105,7 @@ def test_where_no_clones_exceed_the_cache_cold_decides() -> None:
 def test_the_winner_known_so_far_is_among_the_finalists_of_a_full_search(
     known: Config | None,
 ) -> None:
-    """More candidates than there are finalists are the fastest in one regime, and lose the other."""
+    """More candidates than a search has finalists are the fastest cold, and lose in steady."""
     one_sided = {config.slug for config in KEPT[: FULL.finalists + 1]} - {GOOD.slug}
 
     def time_us(problem: Problem, config: Config, regime: Regime) -> float:

@@ -15,8 +15,9 @@ from virtual_gpu import VirtualGpu
 import rmsnorm_raw as rr
 from rmsnorm_raw import ladder, store, tuner
 from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Outcome
 from rmsnorm_raw.worker import Worker
@@ -114,6 +115,16 @@ def test_wrong_arguments_are_refused() -> None:
     ):
         with pytest.raises(InvalidInput, match="launches nothing"):
             tuned(faster(), nothing)
+
+
+def test_what_cannot_be_searched_is_refused_before_a_worker_starts(cpu64: Backend) -> None:
+    steps = faster()
+    with pytest.raises(BackendUnavailable, match="without a device"):
+        rr.tune(PROBLEM, backend=OfflineBackend("gfx950"), steps=steps)
+    kernel = rr.build(SMALL, backend=cpu64)
+    with pytest.raises(InvalidInput, match=r"pass kernel\.problem; edited text is not searched"):
+        tuned(steps, kernel)  # type: ignore[arg-type]
+    assert (steps.starts, steps.log) == (0, [])
 
 
 # ---- records -------------------------------------------------------------------------------------
