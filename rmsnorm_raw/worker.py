@@ -83,7 +83,7 @@ class Worker:
     def on(cls, backend: Backend) -> Worker:
         """A worker on the same device as a backend of this process."""
         simulated = backend.device.simulated
-        where = _Where(backend.name, getattr(backend, "index", 0), backend.device.wave)
+        where = _Where(backend.name, backend.index, backend.device.wave)
         return cls(where, SIMULATOR_LIMIT_S if simulated else LIMIT_S)
 
     def __enter__(self) -> Worker:
