@@ -217,8 +217,16 @@ def test_a_package_in_the_current_folder_is_not_the_parents(
 ) -> None:
     (tmp_path / "rmsnorm_raw").mkdir()
     (tmp_path / "rmsnorm_raw" / "__init__.py").write_text("raise SystemExit('another checkout')")
-    monkeypatch.setattr(sys, "path", [*(folder for folder in sys.path if folder), tmp_path])
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     monkeypatch.chdir(tmp_path)
+    with planted() as worker:
+        worker.start()
+
+
+def test_what_python_passes_over_in_its_path_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
     with planted() as worker:
         worker.start()
 
