@@ -1,9 +1,10 @@
 """The suites' session and their table.
 
 ``pytest perf --benchmark-only`` times our kernel and its peers on the study's 90 cells, each after
-its gate. The warm-up, and how many copies of a queue-ahead the host's cost wants, are those of
-:mod:`rmsnorm_raw.measure`; the rounds are pytest-benchmark's, on the clock of ``clock.py``. A round
-whose host was late is dropped and counted. Probes run before the first cell and after the last.
+its gate; beside them the probes, the host's time of a call, and a Llama block. The warm-up, and how
+many copies of a queue-ahead the host's cost wants, are those of :mod:`rmsnorm_raw.measure`; the
+rounds are pytest-benchmark's, on the clock of ``clock.py``. A round whose host was late is dropped
+and counted. Probes run before the first cell and after the last.
 
 Without a GPU the suites run our kernel in the simulator, at few rows; its times are marked as
 simulated and mean nothing.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -22,19 +23,20 @@ from typing import Any
 import bars
 import pytest
 from clock import Clock, Rounds
+from terminal_table import cell_id, table
 
 from rmsnorm_raw import bandwidth, environment, measure, workbench
 from rmsnorm_raw.backends import get_backend
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
-from rmsnorm_raw.study import sweep
-from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
+from rmsnorm_raw.study import rooflines, sweep
+from rmsnorm_raw.study.cells import cells
 from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
 
 #: the device is busy for under 10 s of a session at this count, whatever the peers take
 ROUNDS = 60
 SIMULATED_ROWS = 4
-COLUMNS = ("provider", "version", *sweep.COLUMNS, "prepare_s", "times_us")
+COLUMNS = (*sweep.COLUMNS, "prepare_s")
 
 
 # ---- the session ---------------------------------------------------------------------------------
@@ -57,6 +59,7 @@ class Session:
         self.closing: bandwidth.Roofline | None = None
         self.rows: list[dict[str, str]] = []
         self.infos: list[dict[str, Any]] = []
+        self.others: list[tuple[str, float, dict[str, Any]]] = []  # group, median us, extra_info
         self._cell: Cell | None = None
 
     @property
@@ -95,7 +98,8 @@ class Session:
         row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(
             problem, cell.config, self.backend.device
         )
-        row |= {"provider": provider.name, "version": provider.version}
+        row |= {"provider": provider.name, "path": "ladder" if provider.name == bars.OURS else ""}
+        row |= {"version": provider.version, "module": provider.module}
         row |= {"rows_run": str(cell.problem.rows), "config": ""}
         try:
             row |= self._timed(benchmark, cell, provider)
@@ -110,18 +114,33 @@ class Session:
     def _timed(self, benchmark: Any, cell: Cell, provider: Provider) -> dict[str, str]:
         began = perf_counter()
         contender = provider.prepare(cell)
-        warm = measure.time_calls(
-            contender.calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
-        )
         prepare_s = perf_counter() - began
+        samples = self.time(benchmark, contender.calls)
+        if samples is None:
+            return {"verdict": "PASS", "config": contender.config}
+        return sweep.time_columns(cell.problem, contender.verdict, samples, self.opening) | {
+            "config": contender.config,
+            "prepare_s": f"{prepare_s:.2f}",
+        }
+
+    def time(self, benchmark: Any, calls: Sequence[measure.Call]) -> measure.Samples | None:
+        """Device time of one operation, a round a call; None under --benchmark-disable.
+
+        Raises:
+            Unmeasurable: the host was late in most rounds.
+        """
+        warm = measure.time_calls(
+            calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
+        )
         # one copy more than the timer wanted: here pytest-benchmark's own work is host time too
         one_copy = measure.EVICTED_CACHES * self.backend.device.last_level_cache_bytes
-        copies = 0 if self.simulated else warm.evicted_bytes // one_copy + 1
-        rounds = Rounds(self.clock, contender.calls, copies)
+        rounds = Rounds(
+            self.clock, calls, 0 if self.simulated else warm.evicted_bytes // one_copy + 1
+        )
         count = MIN_SAMPLES if self.simulated else ROUNDS
         benchmark.pedantic(rounds.run, setup=rounds.setup, rounds=count)
         if not benchmark.enabled:  # --benchmark-disable: run once, no times
-            return {"verdict": "PASS", "config": contender.config}
+            return None
         late_us = [0.0] * count if self.simulated else rounds.late_us()
         data = benchmark.stats.stats.data
         data[:] = [took_s for took_s, late in zip(data, late_us, strict=True) if late <= 0]
@@ -129,18 +148,44 @@ class Session:
             benchmark.has_error = True
             raise measure.Unmeasurable(
                 f"the host was late in {count - len(data)} of {count} rounds, by up to "
-                f"{max(late_us):.0f} us behind {copies} copies: another process may have the cores"
+                f"{max(late_us):.0f} us, at last behind {rounds.copies} copies: another process "
+                "may have the cores, or the call waits for the device"
             )
-        samples = measure.Samples(
-            tuple(took_s * 1e6 for took_s in data), "cold", f"{count} rounds", len(contender.calls),
+        return measure.Samples(
+            tuple(took_s * 1e6 for took_s in data), "cold", f"{count} rounds", len(calls),
             evicted_bytes=rounds.evicted_bytes, discarded=count - len(data),
             late_us=max(0.0, *late_us), simulated=self.simulated,
         )  # fmt: skip
-        return sweep.time_columns(cell.problem, contender.verdict, samples, self.opening) | {
-            "config": contender.config,
-            "prepare_s": f"{prepare_s:.2f}",
-            "times_us": " ".join(f"{took_us:.3f}" for took_us in samples.times_us),
-        }
+
+    def note(
+        self,
+        benchmark: Any,
+        provider: str,
+        module: str,
+        slug: str,
+        *,
+        moved_bytes: int,
+        samples: measure.Samples | None = None,
+    ) -> None:
+        """What the JSON and the table say of an operation beside the cells, which has passed.
+
+        Args:
+            benchmark: the fixture, which has been run.
+            provider: who did it.
+            module: what was called.
+            slug: what was chosen.
+            moved_bytes: logical bytes of the norms in a call.
+            samples: where device time is all theirs, so that there is a speed.
+        """
+        info = benchmark.extra_info
+        info |= {"provider": provider, "module": module, "slug": slug, "verdict": "PASS"}
+        info |= {"bytes": moved_bytes, "simulated": self.simulated}
+        if samples is not None and self.opening is not None:
+            info["gbps"] = gbps = samples.gbps(moved_bytes)
+            for probe in (*bandwidth.PROBES, "best"):
+                info[f"pct_{probe}"] = self.opening.percent(gbps, probe)
+        if benchmark.enabled:
+            self.others.append((benchmark.group, 1e6 * benchmark.stats.stats.median, info))
 
     def _write(self, row: dict[str, str]) -> None:
         """Append to perf.csv at once, so that an interrupted session keeps what it has."""
@@ -161,7 +206,7 @@ class Session:
         opening, closing = self.opening, self.closing
         at_the_end = {"roofline_closing": None, "drift_pct": None, "suspect": False}
         if opening and closing:
-            at_the_end = sweep.closing_facts(opening, closing)
+            at_the_end = rooflines.closing_facts(opening, closing)
         return {
             "command": environment.command(["pytest", *self._args]),
             "backend": self.backend.name,
@@ -169,7 +214,7 @@ class Session:
             "simulated": self.simulated,
             "beyond": self.beyond,
             "providers": {p.name: p.missing() or f"{p.module} {p.version}" for p in self.providers},
-            "roofline_opening": opening and sweep.roofline_facts(opening),
+            "roofline_opening": opening and rooflines.roofline_facts(opening),
             **at_the_end,
             "wall_s": perf_counter() - self._began,
         }
@@ -241,18 +286,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    session = session_of(metafunc.config)
-    contests = []
-    for problem, provider in session.contests(metafunc.module.OP):
-        cell = _cell_id(bars.problem_key(problem))
-        mark = pytest.mark.benchmark(group=cell, timer=session.clock)
-        contests.append(pytest.param(problem, provider, id=f"{cell}-{provider.name}", marks=mark))
-    metafunc.parametrize(("problem", "provider"), contests)
-
-
-def _cell_id(key: bars.Key) -> str:
-    op, m, n, act, weight = key
-    return f"{op}-{m}x{n}-{act}-{weight}"
+    """A suite on the study's cells names its ``OP``; others their ``CONTESTS`` and their clock."""
+    session, suite = session_of(metafunc.config), metafunc.module
+    cases = []
+    if hasattr(suite, "OP"):
+        for problem, provider in session.contests(suite.OP):
+            cell = cell_id(bars.problem_key(problem))
+            mark = pytest.mark.benchmark(group=cell, timer=session.clock)
+            cases.append(pytest.param(problem, provider, id=f"{cell}-{provider.name}", marks=mark))
+        metafunc.parametrize(("problem", "provider"), cases)
+        return
+    timer = {"timer": session.clock} if suite.ON_DEVICE else {}
+    for group, names in suite.CONTESTS.items():
+        mark = pytest.mark.benchmark(group=group, **timer)
+        cases += [pytest.param(name, id=f"{group}-{name}", marks=mark) for name in names]
+    metafunc.parametrize("contest", cases)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -282,10 +330,36 @@ def timed(benchmark: Any, request: pytest.FixtureRequest) -> Callable[[Problem, 
     return run
 
 
+@pytest.fixture
+def session(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """For the suites beside the cells; without a GPU torch's CPU tensors go to the simulator."""
+    found = session_of(request.config)
+    if found.simulated:
+        monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
+    return found
+
+
 def pytest_benchmark_update_machine_info(
     config: pytest.Config, machine_info: dict[str, Any]
 ) -> None:
-    machine_info["rmsnorm_raw"] = environment.collect() | session_of(config).facts()
+    """What two runs of one machine share: pytest-benchmark warns where it differs."""
+    backend, facts = session_of(config).backend, environment.collect()
+    gpus = facts["nvidia_gpus"]
+    if isinstance(gpus, list):
+        gpus = [f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in gpus]
+    machine_info["rmsnorm_raw"] = {
+        "backend": backend.name,
+        "device": asdict(backend.device),
+        "nvidia_gpus": gpus,
+        "amd_gpus": facts["amd_gpus"],
+        "toolchain": backend.toolchain._asdict(),
+        **{name: facts[name] for name in ("packages", "compilers", "rocm_version")},
+    }
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """All that the run stands on."""
+    output_json["rmsnorm_raw"] = environment.collect() | session_of(config).facts()
 
 
 @pytest.hookimpl(trylast=True)
@@ -293,45 +367,7 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     session = config.stash.get(SESSION, None)
-    if session is not None and session.rows:
+    if session is not None and (session.rows or session.others):
         terminalreporter.section("rmsnorm_raw beside its peers")
         for line in table(session):
             terminalreporter.write_line(line)
-
-
-def table(session: Session) -> Iterator[str]:
-    """A line a provider and cell, then what they come to."""
-    run = session.results()
-    if session.simulated:
-        yield "times are simulated: they mean nothing"
-    unit = "sim. us" if session.simulated else "us"
-    yield (
-        f"{'cell':<28} {'provider':<14} {unit:>9} {'GB/s':>7} {'% best':>7} {'% match':>7}  "
-        "peer / ours [95 %]"
-    )
-    for key, rows in run.rows.items():
-        ours = run.timed(key, bars.OURS)
-        for row in rows.values():
-            head = f"{_cell_id(key):<28} {row['provider']:<14}"
-            if not row["times_us"]:
-                yield f"{head} {row['verdict']}: {row['note'].partition(chr(10))[0]}"
-                continue
-            figures = (row[name] or "-" for name in ("gbps", "pct_best", "pct_matched"))
-            line = f"{head} {bars.median_us(row):9.2f} " + " ".join(f"{it:>7}" for it in figures)
-            if ours and row["provider"] != bars.OURS:
-                found = bars.ratio(row, ours[0])
-                line += f"  {found.ratio:.3f} [{found.low:.3f}, {found.high:.3f}]"
-            yield line
-    for op, provider in itertools.product(ARCHIVE_NAME.values(), bars.PEERS):
-        if ratios := bars.mean_of(run, op, provider):
-            mean, low, high = bars.geometric_mean(ratios)
-            yield (
-                f"{op}, geometric mean over {len(ratios)} cells, {provider} / ours: "
-                f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-            )
-    if session.opening and session.closing:
-        for before in session.opening.readings:
-            after = session.closing.reading(before.probe)
-            yield f"probe {before.probe}: {before.gbps:.1f} GB/s, at the end {after.gbps:.1f}"
-        if session.opening.is_suspect(session.closing):
-            yield "SUSPECT: a probe moved by more than 2 %: let the device rest and repeat"

@@ -24,7 +24,6 @@ from torch import nn
 from torch.nn import functional
 
 import rmsnorm_raw as rr
-from perf.command_line import start
 from rmsnorm_raw import environment
 
 EPS = 1e-5
@@ -157,6 +156,8 @@ def distance(one: list[float], other: list[float]) -> float:
 
 def main() -> int:
     """The command line."""
+    from perf.command_line import start  # the suites import this file without the package
+
     _, out = start("model", __doc__)
     size, steps = Size(), 200
     data = batches(size, steps)

@@ -28,7 +28,6 @@ except ModuleNotFoundError:
 from torch.nn import functional
 
 import rmsnorm_raw as rr
-from perf.command_line import start
 from rmsnorm_raw import environment
 
 SHAPE, EPS = (8, 4096), 1e-6
@@ -46,13 +45,18 @@ COMPILED_SHAPE, COMPILED_CALLS = (32768, 4096), 20
 SLEEP_TICKS = 200_000_000  # some 0.1 s on an H200: everything is enqueued before it ends
 
 Call = Callable[[], Any]
+Contests = dict[str, dict[str, Call]]
 Times = dict[str, dict[str, float]]  # microseconds by what and by whom
 
 
-def contests() -> dict[str, dict[str, Call]]:
-    """Calls by what they do and who does it."""
-    make = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
-    x, weight, dout = make(SHAPE), make(SHAPE[1]), make(SHAPE)
+def tensors(device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, weight and dout."""
+    make = functools.partial(torch.randn, device=device, dtype=torch.bfloat16)
+    return make(SHAPE), make(SHAPE[1]), make(SHAPE)
+
+
+def contests(x: torch.Tensor, weight: torch.Tensor, dout: torch.Tensor) -> Contests:
+    """Calls by what they do and who does it; each returns what it computed."""
     functions: dict[str, Callable[..., Any]] = {
         "ours": lambda x, w: rr.nn.rms_norm(x, w, EPS),
         "torch": lambda x, w: functional.rms_norm(x, (SHAPE[1],), w, EPS),
@@ -64,8 +68,8 @@ def contests() -> dict[str, dict[str, Call]]:
         plain["quack"] = lambda x, w: quack.rmsnorm_fwd(x, w, eps=EPS)
     wanting = x.clone().requires_grad_(), weight.clone().requires_grad_()
 
-    def step(function: Callable[..., Any]) -> None:
-        torch.autograd.grad(function(*wanting), wanting, dout)
+    def step(function: Callable[..., Any]) -> Any:
+        return torch.autograd.grad(function(*wanting), wanting, dout)
 
     return {
         "forward, no grad": {n: functools.partial(f, x, weight) for n, f in plain.items()},
@@ -86,7 +90,7 @@ def host_us(call: Call, calls: int) -> float:
 def host_times() -> Times:
     """The median of the rounds."""
     times: Times = {}
-    for what, calls in contests().items():
+    for what, calls in contests(*tensors("cuda")).items():
         for call in calls.values():
             host_us(call, WARM_UP)
         rounds = [
@@ -155,6 +159,8 @@ def findings(times: Times) -> list[tuple[str, bool]]:
 
 def main() -> int:
     """The command line."""
+    from perf.command_line import start  # the suites import this file without the package
+
     _, out = start("overhead", __doc__)
     times = host_times() | compiled_times()
     with (out / "overhead.csv").open("w", newline="") as file:

@@ -29,7 +29,7 @@ from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import measure
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Outcome, compare, percentile
-from rmsnorm_raw.study import sweep
+from rmsnorm_raw.study import rooflines
 
 SHAPE = (32768, 8192)
 PAIRS = (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp32"), ("fp32", "fp32"))
@@ -115,8 +115,8 @@ def main() -> int:
             print(f"gemm on {name}, after ours and after plain: {compared} ({medians})")
     facts = {
         "command": "python -m perf.steady",
-        "roofline_opening": sweep.roofline_facts(opening),
-        **sweep.closing_facts(opening, closing),
+        "roofline_opening": rooflines.roofline_facts(opening),
+        **rooflines.closing_facts(opening, closing),
     }
     print(f"drift {facts['drift_pct']:.3f} %{', suspect' * facts['suspect']}")
     environment.write(out / "environment.json", facts)

@@ -9,7 +9,6 @@ the work is done; where one moved by more than 2 % the run is suspect.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -228,6 +227,16 @@ def remeasure(opening: Roofline, backend: Backend, *, stream: int = 0) -> Roofli
     return replace(opening, readings=readings)
 
 
+def call_of(reading: Reading, backend: Backend, *, stream: int = 0) -> Call:
+    """A probe as a reading was taken of it, for another clock; it has passed its check.
+
+    Raises:
+        WrongResult: it computed something else than it should.
+    """
+    bench = _Bench(backend, reading.moved_bytes // BUFFERS_MOVED[reading.probe], stream)
+    return bench.call(reading.probe, reading.variant)
+
+
 def _simulated(bench: _Bench, probe: Probe) -> Reading:
     return bench.read(probe, [Variant(block=256, unroll=2)], SCREEN)[0]
 
@@ -284,17 +293,23 @@ class _Bench:
 
     def read(self, probe: Probe, variants: Sequence[Variant], limits: Limits) -> list[Reading]:
         """Checks the variants, then times them, interleaved."""
-        contenders: list[list[Call]] = []
-        for variant in variants:
-            plan = self._plan(probe, variant)
-            self._gate(probe, variant, plan)
-            contenders.append([functools.partial(launch.run, plan, self._stream)])
+        contenders = [[self.call(probe, variant)] for variant in variants]
         timed = time_interleaved(contenders, self.backend, stream=self._stream, **limits)
         moved_bytes = BUFFERS_MOVED[probe] * self._bytes
         return [
             Reading(probe, variant, moved_bytes, samples)
             for variant, samples in zip(variants, timed, strict=True)
         ]
+
+    def call(self, probe: Probe, variant: Variant) -> Call:
+        """A variant that has passed its check; the call keeps the buffers."""
+        plan = self._plan(probe, variant)
+        self._gate(probe, variant, plan)
+
+        def run(owner: _Bench = self) -> None:
+            launch.run(plan, owner._stream)
+
+        return run
 
     def _write_inputs(self, base: int, size_bytes: int) -> None:
         """The pattern, over and over: what is written is copied behind itself, twice as far."""

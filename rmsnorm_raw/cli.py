@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,9 +21,6 @@ from rmsnorm_raw import console
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, RmsnormRawError
 
 if TYPE_CHECKING:
-    from rmsnorm_raw.backends import Resources
-    from rmsnorm_raw.backends.isa import Instruction
-    from rmsnorm_raw.backends.kernel_report import LaunchReport
     from rmsnorm_raw.problem import Problem
 
 
@@ -183,7 +178,8 @@ def inspect(
             for it in kernel.launches
         ],
         "resources": [
-            {"entry_point": name} | _counts(taken) for name, taken in kernel.resources.items()
+            {"entry_point": name} | console.counts(taken)
+            for name, taken in kernel.resources.items()
         ],
     }
     if isinstance(kernel, workbench.OfflineKernel):
@@ -191,14 +187,14 @@ def inspect(
         facts["compiler"] = f"hiprtc of ROCm {kernel.release}"
         facts["static_gate"] = f"{len(faults)} faults" if faults else "passed"
         lists |= {"faults": [{"fault": fault} for fault in faults]} if faults else {}
-        lists |= _machine_code(kernel.resources)
+        lists |= console.machine_code(kernel.resources)
     lists["defines"] = [{"name": name, "value": value} for name, value in kernel.source.defines]
     if as_json:
         console.print_json(facts | lists)
         return
     console.print_table(("", ""), facts.items())
     for title, entries in lists.items():
-        print(f"\n{title}{WAITS_MEAN if title == 'waits' else ''}")
+        print(f"\n{title}{console.WAITS_MEAN if title == 'waits' else ''}")
         if title in ("resources", "instructions"):  # many facts of few kernels
             names = dict.fromkeys(name for entry in entries for name in entry)
             rows_of_facts = ([name, *(entry.get(name) for entry in entries)] for name in names)
@@ -207,41 +203,6 @@ def inspect(
             console.print_table(
                 entries[0].keys() if entries else (), (it.values() for it in entries)
             )
-
-
-#: after the title of inspect's waits
-WAITS_MEAN = """, in the row loop once it has settled, or in all of a kernel without one:
-vmcnt(N) waits until N of a wave's memory operations are in flight, of which the oldest end first"""
-
-
-def _counts(taken: Resources) -> dict[str, object]:
-    """What :func:`_machine_code` does not give in lists of their own."""
-    return {name: fact for name, fact in asdict(taken).items() if name not in ("mix", "waits")}
-
-
-def _machine_code(resources: Mapping[str, LaunchReport]) -> dict[str, list[dict[str, object]]]:
-    return {
-        "in_flight": [
-            {"entry_point": name, "in_flight": each.in_flight} for name, each in resources.items()
-        ],
-        "waits": [
-            {
-                "entry_point": name,
-                "at": hex(wait.instruction.offset),
-                "vmcnt": wait.instruction.vmcnt,
-                "waits_for": _operations(wait.ends),
-                "leaves_in_flight": _operations(wait.leaves),
-            }
-            for name, report in resources.items()
-            for wait in report.waits
-        ],
-        "instructions": [{"entry_point": name, **each.mix} for name, each in resources.items()],
-    }
-
-
-def _operations(operations: Iterable[Instruction]) -> str:
-    kinds = Counter(operation.group for operation in operations)
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
 
 
 @app.command()
@@ -263,7 +224,9 @@ def bench(
 ) -> None:
     """Verify one kernel, time it and set it beside the roofline; writes bench.json."""
     from rmsnorm_raw import environment, measure, workbench
-    from rmsnorm_raw.study.sweep import cell_columns, printed, roofline_facts, time_columns
+    from rmsnorm_raw.study.rooflines import roofline_facts
+    from rmsnorm_raw.study.summary import printed
+    from rmsnorm_raw.study.sweep import cell_columns, time_columns
 
     problem = _problem(op, rows, cols, dtype, weight_dtype)
     with console.progress() as step:
@@ -312,24 +275,21 @@ def sweep(
         int | None,
         typer.Option("--rows-cap", min=1, help="The most rows a cell is run with."),
     ] = None,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option("--provider", "--providers", help="Peers beside ours: quack,liger,torch ..."),
+    ] = None,
+    allow_busy: Annotated[
+        bool, typer.Option("--allow-busy", help="Begin on a GPU that is not idle; it is recorded.")
+    ] = False,
     out: OutOption = None,
 ) -> None:
-    """Verify and time the study's 90 cells; writes sweep.csv and environment.json."""
+    """Verify and time the study's 90 cells; --out of an unfinished sweep goes on with it."""
     from rmsnorm_raw import backends
-    from rmsnorm_raw.study import sweep as study
+    from rmsnorm_raw.study import sweep_command
 
-    where = backends.get_backend(backend)
-    out_dir = console.out_dir(out, where.device)
-    print(f"writing to {out_dir}", file=sys.stderr)
-    with console.progress() as step:
-        outcome = study.sweep(
-            where, out_dir, rows_cap=rows_cap, budget_s=0.3 if quick else 2.0, progress=step
-        )
-    console.print_table(*study.printed(outcome.rows))
-    print("\n".join(study.summary(outcome)))
-    print(f"written: {outcome.csv_path}, {outcome.environment_path}")
-    if outcome.failed:
-        raise typer.Exit(1)
+    where, budget_s = backends.get_backend(backend), 0.3 if quick else 2.0
+    raise typer.Exit(sweep_command.run(where, out, provider or (), rows_cap, budget_s, allow_busy))
 
 
 @app.command()
@@ -391,6 +351,27 @@ def tune(
     print(f"written: {out_dir / 'tune.csv'}", file=sys.stderr)
     if len(decisions) < len(problems) or decisions[-1].interrupted:
         raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of sweeps or suites; the first is the baseline.")
+    ],
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit code 1 where the page is not what the runs give.")
+    ] = False,
+    noise: Annotated[
+        float, typer.Option("--noise", min=0.0, help="Percent; changes within it count as none.")
+    ] = 1.0,
+    out: Annotated[
+        Path | None, typer.Option("--out", file_okay=False, help="By default the last RUN.")
+    ] = None,
+) -> None:
+    """A page of a run, or of several compared: report.html or comparison.html, and Markdown."""
+    from rmsnorm_raw.study import report as study
+
+    raise typer.Exit(study.run(runs, out, noise, check))
 
 
 def _problem(op: Op, rows: int, cols: int, dtype: str, weight_dtype: str) -> Problem:

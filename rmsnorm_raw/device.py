@@ -29,6 +29,7 @@ class DeviceSpec:
         last_level_cache_bytes: the cache in front of device memory.
         last_level_cache_source: where that figure came from.
         memory_bytes: of device memory, in use or not; 0 where it is not known.
+        pci_address: "0000:17:00.0", by which a vendor's library finds it; "" where it is not known.
         simulated: True for the CPU simulator, whose times mean nothing.
     """
 
@@ -42,6 +43,7 @@ class DeviceSpec:
     last_level_cache_bytes: int
     last_level_cache_source: str = "known by name"
     memory_bytes: int = 0
+    pci_address: str = ""
     simulated: bool = False
 
     def registers_per_lane(self, block: int, resident_blocks: int = 1) -> int:

@@ -31,13 +31,12 @@ KFD_DEVICE = Path("/dev/kfd")
 CUDA13_DRIVER = 580
 
 _PACKAGES = (
-    "rmsnorm-raw", "numpy", "scipy", "ml_dtypes", "torch", "ziglang", "pytest-benchmark"
+    "rmsnorm-raw", "numpy", "scipy", "ml_dtypes", "torch", "triton", "quack-kernels",
+    "nvidia-cutlass-dsl", "liger-kernel", "ziglang", "pytest-benchmark", "nvidia-ml-py", "amdsmi",
 )  # fmt: skip
 _CUPY_WHEELS = ("cupy-cuda", "cupy-rocm", "amd-cupy")
 #: variables that change what is compiled or which device runs it
-_VARIABLES = (
-    "RMSNORM_RAW_", "AMD_COMGR", "CUDA_", "CUPY_", "HIP", "HSA_", "ROCM_", "ROCR_"
-)  # fmt: skip
+_VARIABLES = ("RMSNORM_RAW_", "AMD_COMGR", "CUDA_", "CUPY_", "HIP", "HSA_", "ROCM_", "ROCR_")
 _NVIDIA_FIELDS = {
     "name": "name",
     "driver_version": "driver_version",

@@ -17,7 +17,6 @@ by the kernels in the simulator.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from rmsnorm_raw import layouts
@@ -54,6 +53,9 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None) -> Any:
         InvalidInput: a shape, dtype, device or eps that no kernel can serve.
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
+    eager = _is_eager(x, weight)
+    if not eager:
+        _require_tensors(x, weight)
     if weight is not None and weight.dim() > 1:
         dims = weight.dim()
         if x.shape[-dims:] != weight.shape:
@@ -66,7 +68,7 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None) -> Any:
         eps = torch.finfo(x.dtype).eps if x.dtype is torch.float64 else EPS
     if forward_ad._current_level >= 0:  # forward mode, whose tangents are in no flag of a tensor
         return _formula_forward(x, weight, eps)[0]
-    if not _is_eager(x, weight):
+    if not eager:
         return torch.ops.rmsnorm_raw.rmsnorm_fwd(x, weight, eps)[0]
     wanted = x.requires_grad or (weight is not None and weight.requires_grad)
     if wanted and torch.is_grad_enabled():
@@ -100,6 +102,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
 
 
 def _is_eager(x: Any, weight: Any) -> bool:
@@ -112,7 +115,14 @@ def _is_eager(x: Any, weight: Any) -> bool:
         or _transforms()
         or not (x.is_cuda or x.is_cpu)
         or x.is_neg()  # the dispatcher resolves it
+        or (weight is not None and weight.is_neg())
     )
+
+
+def _require_tensors(x: Any, weight: Any) -> None:
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not isinstance(tensor, torch.Tensor) and not (tensor is None and name == "weight"):
+            raise InvalidInput(f"{name} is {type(tensor).__name__}: pass a torch.Tensor")
 
 
 class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]
@@ -127,16 +137,20 @@ class _RMSNorm(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        return *_gradients(ctx, dout, _backward), None
+        return *_gradients(ctx, dout, directly=True), None
 
 
-def _gradients(ctx: Any, dout: Any, compute: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
+def _gradients(ctx: Any, dout: Any, directly: bool) -> tuple[Any, Any]:
     """(dx, dweight), None where not wanted, of a context that has x, weight, rstd and eps."""
     x, weight, rstd = ctx.saved_tensors
     need_dx, need_dweight = ctx.needs_input_grad[:2]
     if torch.is_grad_enabled():  # create_graph: the gradients are to be differentiable themselves
         rstd = _formula_rstd(x, ctx.eps)
         return _formula_backward(dout, x, weight, rstd, need_dx, need_dweight)
+    # dout may be of a subclass, or batched; so may be what hooks on saved tensors give back
+    used = [tensor for tensor in (dout, x, weight, rstd) if tensor is not None]
+    eager = directly and all(_is_eager(each, None) for each in used) and not _is_batched(dout)
+    compute = _backward if eager else torch.ops.rmsnorm_raw.rmsnorm_bwd
     dx, dweight = compute(dout, x, weight, rstd, need_dx, need_dweight)
     return (dx if need_dx else None), (dweight if need_dweight else None)
 
@@ -149,7 +163,11 @@ def _forward(x: Any, weight: Any, eps: float, store_rstd: bool) -> tuple[Any, An
     if x.is_cpu and not _simulates():
         return _formula_forward(x, weight, eps)
     weight, weight_address = _dense(weight)
-    address = x.data_ptr()
+    try:
+        address = x.data_ptr()
+    except RuntimeError as error:
+        raise _not_dense(x) from error
+    # _layout and _kind written out: without grad a call has no tenth of a microsecond to give away
     layout = x.shape, x.dtype, x.device, x.stride()
     kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
     low, weight_low = address & 15, weight_address & 15
@@ -230,6 +248,10 @@ def _dense(tensor: Any) -> tuple[Any, int]:
     return tensor, tensor.data_ptr()
 
 
+def _not_dense(x: Any) -> InvalidInput:
+    return InvalidInput(f"x is of layout {x.layout}, without rows in memory: pass a dense tensor")
+
+
 def _layout(tensor: Any) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
@@ -259,6 +281,8 @@ def _formula_rstd(x: Any, eps: float) -> Any:
 
 def _formula_forward(x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     """(y, rstd) in float32, float64 for a float64 x, rounded once."""
+    if x.layout is not torch.strided:
+        raise _not_dense(x)
     if not x.is_floating_point():
         raise InvalidInput(f"x is {x.dtype}: pass a tensor of floating-point numbers")
     layouts.require_fit(_kind(x), _kind(weight))
@@ -338,7 +362,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
 
 
 def _operator_backward(ctx: Any, dout: Any, _: Any) -> tuple[Any, Any, None]:
-    return *_gradients(ctx, dout, torch.ops.rmsnorm_raw.rmsnorm_bwd), None
+    return *_gradients(ctx, dout, directly=False), None
 
 
 torch.library.impl(FORWARD, DEVICES, _forward_operator)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,10 +17,15 @@ from typer.testing import CliRunner
 import rmsnorm_raw as rr
 from rmsnorm_raw import backends, cli, launch, store, workbench
 from rmsnorm_raw.backends import Backend, offline
+from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.environment import Check
 from rmsnorm_raw.errors import BackendUnavailable, CompileError
 from rmsnorm_raw.source import Source
+from rmsnorm_raw.study import origin
 from rmsnorm_raw.study import sweep as study
+from rmsnorm_raw.study.folder import whole_records
+from rmsnorm_raw.study.idle import Busy
+from rmsnorm_raw.study.providers import Provider
 
 CELL = ("--op", "forward", "--rows", "5", "--cols", "256", "--backend", "cpu")
 WIDER = ("--op", "backward", "--rows", "100", "--cols", "3000", "--backend", "cpu")
@@ -384,8 +391,98 @@ def test_a_failed_cell_is_listed_and_ends_the_sweep_with_1(
     plant_a_wrong_forward(monkeypatch)
     result = run("sweep", "--quick", "--backend", "cpu", "--out", str(tmp_path))
     assert result.exit_code == 1
-    assert "1 of 2 cells passed" in result.stdout
+    assert "1 of 2 rows passed" in result.stdout
     assert re.search(r"^FAIL: fwd 3x256 bf16/bf16 b\S+: y\[", result.stdout, re.MULTILINE)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_sweep_says_whose_modules_it_calls_before_it_begins(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = ("sweep", "--quick", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    result = run(*command, "--providers", "torch")
+    assert result.exit_code == 0, result.output
+    ours, torch, *_ = result.stderr.splitlines()
+    assert re.fullmatch(r"ours +rmsnorm_raw\.workbench \S+ /\S+/rmsnorm_raw/workbench\.py", ours)
+    assert re.fullmatch(r"torch +torch\.nn\.functional \S+ /\S+/nn/functional\.py", torch)
+    assert result.stdout.count("PASS") == 4
+
+
+@pytest.mark.usefixtures("few")
+def test_what_a_sweep_cannot_begin_with_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("sweep", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path / "out"))
+    assert "no provider is called nobody: there are ours, quack" in refused(
+        *command, "--provider", "nobody"
+    )
+    monkeypatch.setattr(Provider, "missing", lambda self: f"{self.name} is not installed: pip it")
+    assert "liger is not installed: pip it" in refused(*command, "--provider", "liger")
+    monkeypatch.undo()
+    monkeypatch.setitem(origin.CALLED, "ours", ("build", "no_such_function"))
+    assert "has no no_such_function" in refused(*command)
+    assert list(tmp_path.iterdir()) == []
+
+
+def busy(device: DeviceSpec, *, allow_busy: bool) -> dict[str, object]:
+    if not allow_busy:
+        raise Busy("12 train.py has it")
+    return {"state": "busy", "allow_busy": True}
+
+
+@pytest.mark.usefixtures("few")
+def test_a_busy_gpu_is_refused_unless_that_is_allowed_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rmsnorm_raw.study.idle.check", busy)
+    command = ("sweep", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    assert "error: 12 train.py has it" in refused(*command)
+    assert list(tmp_path.iterdir()) == []
+    assert "BUSY: the GPU was not idle" in done(*command, "--allow-busy")
+    looks = json.loads((tmp_path / "environment.json").read_text())["idle"]
+    assert [each["state"] for each in looks] == ["busy", "busy"]
+
+
+@pytest.mark.usefixtures("few")
+def test_a_full_disk_ends_a_sweep_with_a_message_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("sweep", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    room = [600]
+
+    def write(file: int, data: bytes, write: Callable[[int, bytes], int] = os.write) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    monkeypatch.setattr("rmsnorm_raw.study.folder.os.write", write)
+    said = refused(*command)
+    assert f"error: {tmp_path} cannot be written: No space left on device. 1 rows are kept" in said
+    monkeypatch.undo()
+    monkeypatch.setattr(study, "cells", lambda: FEW)
+    kept = whole_records((tmp_path / "sweep.csv").read_bytes())
+    assert kept.count(b"\r\n") == 2
+    done(*command)
+    text = (tmp_path / "sweep.csv").read_bytes()
+    assert text.startswith(kept)
+    assert text.count(b"\r\n") == 3
+
+
+@pytest.mark.usefixtures("few")
+def test_a_folder_that_cannot_be_written_ends_a_sweep_before_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(path: Path, text: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("rmsnorm_raw.environment.replace_text", denied)
+    said = refused("sweep", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    assert f"{tmp_path} cannot be written: Permission denied. 0 rows are kept" in said
+    (tmp_path / "file").touch()
+    assert "give a folder that you can write" in refused(
+        "sweep", "--backend", "cpu", "--out", str(tmp_path / "file" / "under")
+    )
 
 
 # ---- tune --------------------------------------------------------------------------------------
@@ -436,7 +533,7 @@ def test_tune_refuses_in_one_message(
 @pytest.mark.usefixtures("few")
 def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     result = run("sweep", "--quick", "--backend", "cpu", "--out", str(tmp_path))
-    assert f"[1/2] {FEW[1]}\n" in result.stderr
+    assert re.search(rf"^\[1/2\] {FEW[1]} ladder \(0:\d\d left\)$", result.stderr, re.MULTILINE)
     assert "\x1b" not in result.stderr
     assert str(FEW[1]) not in result.stdout
 

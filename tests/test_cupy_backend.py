@@ -79,6 +79,12 @@ def test_a_larger_cache_in_the_topology_wins_over_the_floor(tmp_path: Path) -> N
     assert "KFD" in spec.last_level_cache_source
 
 
+def test_a_gpu_has_its_place_on_the_bus_where_the_driver_says_it() -> None:
+    assert device_spec(H200, "cuda").pci_address == ""
+    place = {"pciDomainID": 0, "pciBusID": 0xC1, "pciDeviceID": 0}
+    assert device_spec(H200 | place, "cuda").pci_address == "0000:c1:00.0"
+
+
 def test_a_gpu_without_an_infinity_cache_has_its_l2(tmp_path: Path) -> None:
     gfx90a = GFX950 | {"gcnArchName": b"gfx90a:sramecc+:xnack-", "l2CacheSize": 8 * MIB}
     spec = device_spec(gfx90a, "rocm", kfd_nodes=kfd(tmp_path, [(90010, [(2, 8192)])]))

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch_cases as cases  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils.checkpoint import (  # noqa: E402
     CheckpointPolicy,
     checkpoint,
@@ -515,3 +517,43 @@ def test_without_torch_it_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'rmsnorm-raw[torch]'" in done.stderr.splitlines()[-1]
+
+
+def test_negated_views_count_with_their_sign(backend: str) -> None:
+    x, weight, dout = tensors(torch.float32)
+    weight, dout = torch._neg_view(weight.detach()), torch._neg_view(dout)
+    y, want = nn.rms_norm(x, weight), functional.rms_norm(x, x.shape[-1:], weight)
+    torch.testing.assert_close(y, want)
+    (dx,), (expected,) = (torch.autograd.grad(each, x, dout) for each in (y, want))
+    torch.testing.assert_close(dx, expected)
+
+
+def test_gradients_that_have_no_memory_of_their_own(backend: str) -> None:
+    """Batched ones, and those of a subclass that only wraps a tensor."""
+    x, weight, _ = tensors(torch.float32)
+    y, want = nn.rms_norm(x, weight), functional.rms_norm(x, x.shape[-1:], weight)
+    several = torch.randn(3, *x.shape)
+    for got, expected in zip(
+        torch.autograd.grad(y, (x, weight), several, is_grads_batched=True, retain_graph=True),
+        torch.autograd.grad(want, (x, weight), several, is_grads_batched=True, retain_graph=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+    wrapped = TwoTensor(several[0], several[0])
+    for got, expected in zip(
+        torch.autograd.grad(y, (x, weight), wrapped),
+        torch.autograd.grad(want, (x, weight), several[0]),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.a, expected)
+
+
+def test_what_is_no_dense_tensor_is_refused(backend: str) -> None:
+    x = torch.ones(2, 8)
+    for bad in (x.to_sparse(), x.to_mkldnn()):
+        with pytest.raises(InvalidInput, match="pass a dense tensor"):
+            nn.rms_norm(bad)
+    with pytest.raises(InvalidInput, match=r"x is list: pass a torch\.Tensor"):
+        nn.rms_norm([1.0])
+    with pytest.raises(InvalidInput, match="weight is ndarray"):
+        nn.rms_norm(x, np.ones(8))

@@ -109,11 +109,87 @@ def test_the_json_carries_the_cell_and_the_environment(ran: tuple[Path, str]) ->
         assert info["slug"].startswith("b")
         assert (info["module"], info["provider"]) == ("rmsnorm_raw.workbench", "ours")
         assert not any(name.startswith(("pct_", "gbps")) for name in info)
-    facts = report["machine_info"]["rmsnorm_raw"]
-    for found in (facts, environment):
+    for found in (report["rmsnorm_raw"], environment):
         assert found["backend"] == "cpu"
         assert found["device"]["simulated"] is True
         assert {"packages", "compilers", "wall_s", "providers"} <= found.keys()
+    machine = report["machine_info"]["rmsnorm_raw"]
+    assert machine["device"]["name"] == "CPU simulator, wave 64"
+    assert {"nvidia_gpus", "amd_gpus", "toolchain", "packages", "compilers"} <= machine.keys()
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
+    """The suites beside the cells in the simulator: benchmarks by name, and what was printed."""
+    pytest.importorskip("torch")
+    json_path = tmp_path_factory.mktemp("beside") / "benchmark.json"
+    done = run(
+        "-m", "pytest", str(PERF), "--benchmark-only", "-k", "host or roofline or llama",
+        "--benchmark-json", str(json_path), "-p", "no:cacheprovider",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(json_path.read_text(encoding="utf-8"))
+    return {one["name"]: one for one in report["benchmarks"]}, done.stdout
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_the_probes_are_a_suite(probe: str, beside: Any) -> None:
+    one = beside[0][f"test_probe[roofline-{probe}]"]
+    assert (one["group"], one["options"]["timer"]) == ("roofline", "device events")
+    info = one["extra_info"]
+    assert (info["provider"], info["verdict"], info["slug"]) == (probe, "PASS", "b256-u2")
+    assert info["bytes"] == {"copy": 2, "write": 1, "2r1w": 3}[probe] << 18
+    assert not any(name.startswith(("pct_", "gbps")) for name in info)  # simulated
+
+
+@pytest.mark.parametrize("group", ["host-forward", "host-forward-grad", "host-forward-backward"])
+def test_host_times_are_a_suite_by_the_hosts_clock(group: str, beside: Any) -> None:
+    for provider in ("ours", "torch"):
+        one = beside[0][f"test_host[{group}-{provider}]"]
+        assert (one["group"], one["options"]["timer"]) == (group, "perf_counter")
+        assert one["extra_info"]["provider"] == provider
+        assert one["extra_info"]["verdict"] == "PASS"
+    assert beside[0][f"test_host[{group}-ours]"]["extra_info"]["slug"].startswith("b")
+
+
+def test_a_llama_block_is_a_suite(beside: Any) -> None:
+    for provider in ("ours", "torch", "float32"):
+        one = beside[0][f"test_block[llama-block-{provider}]"]
+        assert one["options"]["timer"] == "device events"
+        assert one["extra_info"]["verdict"] == "PASS"
+        assert one["extra_info"]["bytes"] > 0
+
+
+def test_a_table_has_the_suites_beside_the_cells(beside: Any) -> None:
+    printed = beside[1][beside[1].index("rmsnorm_raw beside its peers") :]
+    assert "times are simulated" in printed
+    assert "sim. us" in printed
+    for start in ("roofline  ", "host-forward  ", "llama-block  "):
+        assert f"\n{start}" in printed
+
+
+# ---- pytest-benchmark's own ways, as its users know them -----------------------------------------
+
+
+def test_two_runs_compare_and_a_planted_slowdown_fails(tmp_path: Path) -> None:
+    """The simulator's times waver, so the slowdown is large and the threshold wide."""
+    command = (
+        "-m", "pytest", str(PERF), "--benchmark-only", "-k", "fwd-1x4096-fp16-fp32-ours",
+        f"--benchmark-storage=file://{tmp_path}", "-p", "no:cacheprovider", "-p", "slower",
+    )  # fmt: skip
+    compare = ("--benchmark-compare", "--benchmark-compare-fail=median:2000%")
+    paths = {"PYTHONPATH": os.pathsep.join((str(ROOT / "tests"), str(ROOT)))}
+    first = run(*command, "--benchmark-autosave", **paths)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert len([*tmp_path.rglob("*.json")]) == 1
+    again = run(*command, "--benchmark-autosave", *compare, **paths)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "(NOW)" in again.stdout
+    assert "machine_info is different" not in again.stdout + again.stderr
+    slower = run(*command, *compare, "--slower", "200", **paths)
+    assert slower.returncode != 0
+    assert "Performance has regressed" in slower.stdout + slower.stderr
+    assert "fwd-1x4096-fp16-fp32-ours" in slower.stdout
 
 
 # ---- a session on a device of known times --------------------------------------------------------
@@ -216,20 +292,46 @@ def test_a_hiccup_of_the_host_is_dropped_and_counted(start: Make) -> None:
     assert len(bench.stats.stats.data) == int(row["samples"]) == suite("conftest").ROUNDS - 3
 
 
-def test_a_host_that_falls_behind_gets_no_time(start: Make) -> None:
+class LateBench(Bench):
+    """Its host is quick in the warm-up and slow in the rounds."""
+
+    def __init__(self, timer: Callable[[], Any], slow_us: float) -> None:
+        super().__init__(timer)
+        self.host_us, self.slow_us = 5.0, slow_us
+
+    def pedantic(self, target: Any, *, setup: Any, rounds: int) -> None:
+        self.host_us = self.slow_us
+        super().pedantic(target, setup=setup, rounds=rounds)
+
+
+def test_a_host_that_falls_behind_gets_more_copies_ahead(start: Make) -> None:
     gpu = VirtualGpu()
     session = start(gpu)
-    bench = Bench(session.clock)
-    host_us = 5.0
+    bench = LateBench(session.clock, 500.0)
+    session.run(bench, PROBLEM, provider(gpu, "k", 2.0, lambda: bench.host_us))
+    (row,) = session.rows
+    assert row["verdict"] == "PASS"
+    assert int(row["discarded"]) == suite("clock").WINDOW  # those of the first window
+    assert {float(time) for time in row["times_us"].split()} == {2.0}
+    copies = [count for name, count in runs(gpu.log) if name == "copy"]
+    assert copies[-1] * gpu.copy_us >= 2 * 500
 
-    def setup_is_slow(target: Any, **options: Any) -> None:
-        nonlocal host_us
-        host_us = 500.0  # only now, so that the warm-up finds one copy enough
-        Bench.pedantic(bench, target, **options)
 
-    bench.pedantic = setup_is_slow  # type: ignore[method-assign]
+def test_a_host_that_was_late_in_a_few_rounds_of_a_window_keeps_its_copies(start: Make) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+    hiccups = itertools.cycle([5.0, 5.0, 9000.0])
+    session.run(Bench(session.clock), PROBLEM, provider(gpu, "k", 2.0, lambda: next(hiccups)))
+    assert [count for name, count in runs(gpu.log) if name == "copy"][-1] == 2
+    assert int(session.rows[0]["discarded"]) == suite("conftest").ROUNDS // 3
+
+
+def test_a_host_that_waits_for_the_device_gets_no_time(start: Make) -> None:
+    gpu = VirtualGpu()
+    session = start(gpu)
+    bench = LateBench(session.clock, 2 * measure.MAX_AHEAD_US)
     with pytest.raises(measure.Unmeasurable, match="the host was late in 60 of 60 rounds"):
-        session.run(bench, PROBLEM, provider(gpu, "k", 2.0, lambda: host_us))
+        session.run(bench, PROBLEM, provider(gpu, "k", 2.0, lambda: bench.host_us))
     assert bench.has_error
     assert session.rows[-1]["verdict"] == "Unmeasurable"
     assert not session.rows[-1]["times_us"]

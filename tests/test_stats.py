@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.stats import Outcome, compare, median_interval, percentile
+from rmsnorm_raw.stats import Outcome, compare, compare_intervals, median_interval, percentile
 
 TRIALS = 2000
 
@@ -153,3 +153,35 @@ def test_bad_input_is_named() -> None:
 def test_a_comparison_is_one_line_in_a_repl() -> None:
     found = compare([103.0] * 12, [100.0] * 12)
     assert repr(found) == f"<Comparison {found}>" == "<Comparison FASTER 1.030x [1.030, 1.030]>"
+
+
+def summary(times_us: np.ndarray) -> tuple[float, float, float]:
+    times = list(times_us)
+    return (percentile(times, 50), *median_interval(times))
+
+
+@pytest.mark.parametrize("n", [12, 60])
+def test_intervals_cover_the_ratio_as_samples_do_and_are_little_wider(n: int) -> None:
+    rng = np.random.default_rng(1)
+    covered, widths = [], []
+    for _ in range(1000):
+        one, other = rng.normal(110, 1, n), rng.normal(100, 1, n)
+        found, exact = compare_intervals(summary(one), summary(other)), compare(one, other)
+        covered.append(found.low <= 1.1 <= found.high)
+        widths.append((found.high - found.low) / (exact.high - exact.low))
+    assert np.mean(covered) >= 0.94
+    assert 0.9 < np.median(widths) < 1.4
+
+
+def test_intervals_decide_as_the_bounds_say() -> None:
+    tight = (100.0, 99.9, 100.1)
+    assert compare_intervals((103.0, 102.9, 103.1), tight).verdict is Outcome.FASTER
+    assert compare_intervals(tight, (103.0, 102.9, 103.1)).verdict is Outcome.SLOWER
+    assert compare_intervals((100.2, 100.1, 100.3), tight).verdict is Outcome.SAME
+    assert compare_intervals((103.0, 98.0, 108.0), tight).verdict is Outcome.UNCLEAR
+    # the clock's steps may leave no width
+    assert str(compare_intervals((103.0,) * 3, (100.0,) * 3)) == "FASTER 1.030x [1.030, 1.030]"
+    with pytest.raises(InvalidInput, match="above 0"):
+        compare_intervals(tight, (1.0, 0.0, 2.0))
+    with pytest.raises(InvalidInput, match="noise_pct"):
+        compare_intervals(tight, tight, noise_pct=-1)

@@ -73,7 +73,16 @@ def device_spec(
         last_level_cache_bytes=cache_bytes,
         last_level_cache_source=cache_source,
         memory_bytes=int(properties.get("totalGlobalMem") or 0),
+        pci_address=_pci_address(properties),
     )
+
+
+def _pci_address(properties: Mapping[str, Any]) -> str:
+    names = ("pciDomainID", "pciBusID", "pciDeviceID")
+    if not set(names) <= properties.keys():
+        return ""
+    domain, bus, device = (int(properties[name]) for name in names)
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _last_level_cache(

@@ -5,8 +5,9 @@ Version 2: or (``-fl``) by the last block to leave.
 Version 3: the kernel's lanes take vectors of columns and few rows each: backward takes 20.4 us
     instead of 21.3 at 32768x256 bf16, 11.2 instead of 11.5 at 256x4096, as long as before where
     rows are wide (H200, 2026-11).
-Version 4: on sm_90 (``-fe``) it starts while the programs end: 374.7 -> 372.6 us at 32768x8192
-    bf16, 20.5 -> 19.3 at 32768x256, but 11.4 -> 12.2 at 256x4096 (H200, 2026-11).
+Version 4: on sm_90 (``-fe``) it starts while the programs end: 20.5 -> 19.3 us at 32768x256 bf16,
+    29.1 -> 27.6 at 4096x3000, 374.8 -> 373.3 at 32768x8192, but 11.4 -> 12.2 at 256x4096 (H200,
+    2026-11, both in one run).
 """
 
 TEXT = r"""

@@ -1,46 +1,54 @@
 """The sweep: every cell of the study through the gate and the timer, beside a measured roofline.
 
-``environment.json`` is written before the first cell and again at the end, and each row of
-``sweep.csv`` as its cell is done, so an interrupted sweep keeps what it has.
+A cell is run with the ladder's config, with the tuned one where a record names another, and with
+each chosen peer. Files are those of :mod:`.folder`: a sweep that was ended at any moment goes on
+from its last whole row.
 """
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import itertools
-import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rmsnorm_raw import bandwidth, check, environment, measure, module, store, workbench
+from rmsnorm_raw import bandwidth, check, environment, ladder, measure, module, store, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import DRIFT_PCT, PROBES, Roofline
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.errors import RmsnormRawError
+from rmsnorm_raw.errors import LaunchError, RmsnormRawError, WrongResult
 from rmsnorm_raw.measure import Samples
 from rmsnorm_raw.problem import SHORT_NAME, Problem
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
+from rmsnorm_raw.study.folder import Folder, Row
+from rmsnorm_raw.study.origin import OURS, Origin
+from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
+from rmsnorm_raw.study.rooflines import closing_facts, read_roofline, roofline_facts
 
 PERCENT_OF = (*PROBES, "best", "matched")
-#: of sweep.csv, as text. ``op`` to ``weight`` are those of the archive; ``rows_run`` is m, or less
-#: where rows are capped. ``verdict`` is PASS, FAIL (the gate) or the name of the error that left
-#: the cell without a time. ``worst`` is the largest error over its bound; ``low_us`` to
-#: ``high_us`` is the median's 95 % interval; ``note`` says why sampling stopped, or what went
-#: wrong. What does not apply is empty: on the simulator, gbps and every percentage.
+#: of sweep.csv, as text. ``path`` is how our config was chosen, "ladder" or "tuned", and empty for
+#: a peer; ``module`` is what was called. ``op`` to ``weight`` are those of the archive;
+#: ``rows_run`` is m, or less where rows are capped. ``verdict`` is PASS, FAIL (the gate) or the
+#: name of the error that left the cell without a time. ``worst`` is the largest error over its
+#: bound; ``low_us`` to ``high_us`` is the median's 95 % interval; ``note`` says why sampling
+#: stopped, or what went wrong; ``times_us`` has every sample. What does not apply is empty: on the
+#: simulator, gbps and every percentage.
 COLUMNS = (
-    "op", "m", "n", "act", "weight", "rows_run", "config", "verdict", "worst", "median_us",
-    "low_us", "high_us", "p10_us", "p90_us", "samples", "discarded", "gbps",
-    *(f"pct_{probe}" for probe in PERCENT_OF), "simulated", "note",
+    "provider", "path", "version", "module", "op", "m", "n", "act", "weight", "rows_run", "config",
+    "verdict", "worst", "median_us", "low_us", "high_us", "p10_us", "p90_us", "samples",
+    "discarded", "gbps", *(f"pct_{probe}" for probe in PERCENT_OF), "simulated", "note",
+    "times_us",
 )  # fmt: skip
+#: the columns that name a row
+KEY = ("provider", "path", "op", "m", "n", "act", "weight")
 #: rows of a cell on the simulator. The ladder's largest grid there is 8 programs of 4 rows: they go
 #: round three times, and an odd number leaves a ragged block wherever a block has several rows
 SIMULATED_ROWS = 67
 
-Row = dict[str, str]
 Progress = Callable[[int, int, str], None]
 
 
@@ -55,7 +63,9 @@ class Outcome:
         closing: the same probes after them.
         csv_path: the table.
         environment_path: what the run stood on.
-        chosen_by: how many configs were "tuned", "known best" and the "ladder"'s.
+        chosen_by: how many cells have a "tuned", a "known best" or the "ladder"'s config.
+        resumed: the same probes each time that the run was gone on with.
+        idle: whether the GPU was idle, by :func:`.idle.check`: at the beginning and at launch.
     """
 
     rows: tuple[Row, ...]
@@ -65,11 +75,70 @@ class Outcome:
     csv_path: Path
     environment_path: Path
     chosen_by: Mapping[str, int]
+    resumed: tuple[Roofline, ...] = ()
+    idle: tuple[Mapping[str, object], ...] = ()
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        """The cells that have no time, for the reason in their verdict and note."""
+        """The rows that have no time, for the reason in their verdict and note."""
         return tuple(row for row in self.rows if row["verdict"] != "PASS")
+
+    @property
+    def drift_pct(self) -> float | None:
+        """The most that a probe was off its opening figure, in percent; None on the simulator."""
+        if self.opening is None or self.closing is None:
+            return None
+        return max(self.opening.drift_pct(later) for later in (*self.resumed, self.closing))
+
+    @property
+    def suspect(self) -> bool:
+        """Whether the device changed too much during the run for its figures to mean much."""
+        return self.drift_pct is not None and self.drift_pct > DRIFT_PCT
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """One row to be: a provider on a cell.
+
+    Attributes:
+        problem: the whole cell.
+        provider: who runs it.
+        config: ours; a peer has its own.
+        path: "ladder" or "tuned", "" for a peer.
+    """
+
+    problem: Problem
+    provider: Provider
+    config: Config
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.problem} {self.path or self.provider.name}"
+
+    def columns(self, device: DeviceSpec) -> Row:
+        """Those that name it; the others are empty."""
+        return cell_columns(self.problem, self.config, device) | {
+            "provider": self.provider.name,
+            "path": self.path,
+            "version": self.provider.version,
+            "module": self.provider.module,
+            "config": self.config.slug if self.path else "",
+        }
+
+
+def contests(
+    problems: Iterable[Problem], backend: Backend, chosen: Sequence[Provider]
+) -> Iterator[Contest]:
+    """The rows of a sweep: of each cell ours, by the ladder and as tuned, then the peers."""
+    for problem in problems:
+        default = ladder.default_config(problem, backend.device)
+        tuned, _ = store.resolve(problem, backend)
+        for provider in chosen:
+            if not provider.serves(problem):
+                continue
+            yield Contest(problem, provider, default, "ladder" if provider.name == OURS else "")
+            if provider.name == OURS and tuned != default:
+                yield Contest(problem, provider, tuned, "tuned")
 
 
 def sweep(
@@ -77,93 +146,111 @@ def sweep(
     out_dir: Path,
     *,
     problems: Sequence[Problem] | None = None,
+    chosen: Sequence[Provider] | None = None,
+    origins: Sequence[Origin] = (),
     rows_cap: int | None = None,
     budget_s: float = 0.3,
+    look: Callable[[], Mapping[str, object]] = lambda: {"state": "not looked at"},
     progress: Progress = lambda done, of, what: None,
 ) -> Outcome:
-    """Build, verify and time each problem with the best config known; write a row for each.
+    """Build, verify and time each problem with every provider; write a row for each.
 
-    Kernels are built first, in parallel. A cell that fails, at the gate or before, gets no time and
-    does not stop the others: see :attr:`Outcome.failed`.
+    Kernels are built first, in parallel. A row that fails, at the gate or before, gets no time and
+    does not stop the others: see :attr:`Outcome.failed`. An unfinished sweep in ``out_dir`` is gone
+    on with.
 
     Args:
         backend: where to run.
         out_dir: folder of sweep.csv and environment.json; created if need be.
         problems: None for the 90 cells of the study.
+        chosen: providers; None for ours alone.
+        origins: where they come from, for environment.json.
         rows_cap: the most rows a cell is run with; its config stays that of the whole cell. None
             for :data:`SIMULATED_ROWS` on the simulator and no cap on a GPU.
-        budget_s: seconds of sampling a cell.
+        budget_s: seconds of sampling a row.
+        look: whether the device is idle; called at the beginning, and at launch, when all is built.
+            It raises what shall end the sweep.
         progress: called with (steps done, steps in all, the step that begins).
 
     Raises:
-        OSError: ``out_dir`` cannot be written.
+        InvalidInput: ``out_dir`` holds something else; see :class:`.folder.Folder`.
+        CannotWrite: it cannot be written.
+        LaunchError: the device is lost; the row that lost it is written.
         WrongResult: a probe of the roofline is wrong.
     """
+    found = [look()]
     device, simulated = backend.device, backend.device.simulated
     problems = cells() if problems is None else problems
-    resolved = [store.resolve(problem, backend) for problem in problems]
-    planned = [(problem, config) for problem, (config, _) in zip(problems, resolved, strict=True)]
-    chosen_by = dict(Counter(origin for _, origin in resolved))
+    chosen = providers()[:1] if chosen is None else chosen
+    planned = list(contests(problems, backend, chosen))
+    chosen_by = dict(Counter(store.resolve(problem, backend)[1] for problem in problems))
     if rows_cap is None and simulated:
         rows_cap = SIMULATED_ROWS
-    out_dir.mkdir(parents=True, exist_ok=True)
-    csv_path, environment_path = out_dir / "sweep.csv", out_dir / "environment.json"
-    facts: dict[str, object] = {
+    facts = {
         "command": environment.command(sys.argv),
         "backend": backend.name,
         "device": asdict(device),
+        "toolchain": backend.toolchain._asdict(),
+        "providers": {origin.name: origin.facts for origin in origins}
+        or [provider.name for provider in chosen],
         "rows_cap": rows_cap,
         "budget_s": budget_s,
+        "cells": [str(problem) for problem in problems],
+        "tuned": {str(it.problem): it.config.slug for it in planned if it.path == "tuned"},
         "chosen_by": chosen_by,
     }
-    build_all(planned, backend, progress)
-    steps = len(planned) + (0 if simulated else 2)
-    opening = closing = None
-    if not simulated:
-        progress(0, steps, "opening roofline")
-        opening = bandwidth.roofline(backend)
-        facts["roofline_opening"] = roofline_facts(opening)
-    environment.write(environment_path, facts)
-    rows: list[Row] = []
-    with csv_path.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS)
-        table.writeheader()
-        file.flush()
-        for problem, config in planned:
-            progress(len(rows) + (not simulated), steps, str(problem))
-            rows.append(_run_cell(problem, config, backend, rows_cap, opening, budget_s))
-            table.writerow(rows[-1])
-            file.flush()
-    if opening is not None:
-        progress(steps - 1, steps, "closing roofline")
-        closing = bandwidth.remeasure(opening, backend)
-        facts |= closing_facts(opening, closing)
-        environment.write(environment_path, facts)
+    with contextlib.closing(Folder(out_dir, COLUMNS, facts)) as folder:
+        done = {tuple(row[name] for name in KEY) for row in folder.rows}
+        left = [it for it in planned if tuple(it.columns(device)[k] for k in KEY) not in done]
+        ours = [(it.problem, it.config) for it in left if it.path]
+        build_all(ours, backend, progress)
+        found.append(look())
+        folder.record(idle=[*folder.facts.get("idle", ()), *found])
+        stream = current_stream(backend) if len(chosen) > 1 else 0
+        steps = len(planned) + (0 if simulated else 2)
+        opening = closing = None
+        resumed: list[Roofline] = []
+        if not simulated:
+            progress(len(folder.rows), steps, "opening roofline")
+            opening, resumed = _open_roofline(folder, backend, stream)
+        shared: list[Cell] = []
+        for contest in left:
+            progress(len(folder.rows) + (not simulated), steps, str(contest))
+            folder.append(_run(contest, backend, rows_cap, opening, budget_s, stream, shared))
+            if folder.rows[-1]["verdict"] not in ("PASS", "FAIL"):
+                _require_device(contest, backend, stream)
+        shared.clear()
+        if opening is not None:
+            progress(steps - 1, steps, "closing roofline")
+            closing = bandwidth.remeasure(opening, backend, stream=stream)
+        outcome = Outcome(
+            tuple(folder.rows), rows_cap, opening, closing, folder.csv_path,
+            folder.environment_path, chosen_by, tuple(resumed), tuple(folder.facts["idle"]),
+        )  # fmt: skip
+        at_the_end: dict[str, object] = {}
+        if opening is not None and closing is not None:
+            at_the_end = closing_facts(opening, closing) | {
+                "drift_pct": outcome.drift_pct, "suspect": outcome.suspect,
+            }  # fmt: skip
+        folder.finish(**at_the_end)
     progress(steps, steps, "done")
-    return Outcome(tuple(rows), rows_cap, opening, closing, csv_path, environment_path, chosen_by)
+    return outcome
 
 
-def roofline_facts(roofline: Roofline) -> dict[str, object]:
-    """A roofline for a JSON file: by probe, its speed, its time and how it was run."""
-    return {
-        reading.probe: {
-            "gbps": reading.gbps,
-            "median_us": reading.samples.median_us,
-            "moved_bytes": reading.moved_bytes,
-            "variant": reading.variant.slug,
-            "stopped": reading.samples.stopped,
-        }
-        for reading in roofline.readings
-    }
-
-
-def closing_facts(opening: Roofline, closing: Roofline) -> dict[str, object]:
-    """The probes at the end of a run for its JSON file, and how far they moved."""
-    return {
-        "roofline_closing": roofline_facts(closing),
-        "drift_pct": opening.drift_pct(closing),
-        "suspect": opening.is_suspect(closing),
-    }
+def _open_roofline(
+    folder: Folder, backend: Backend, stream: int
+) -> tuple[Roofline, list[Roofline]]:
+    """The run's opening roofline, and its probes again each time it was gone on with."""
+    if "roofline_opening" not in folder.facts:
+        opening = bandwidth.roofline(backend, stream=stream)
+        folder.record(roofline_opening=roofline_facts(opening))
+        return opening, []
+    name = backend.device.name
+    opening = read_roofline(name, folder.facts["roofline_opening"])
+    resumed = [read_roofline(name, each) for each in folder.facts.get("roofline_resumed", ())]
+    resumed.append(bandwidth.remeasure(opening, backend, stream=stream))
+    folder.record(roofline_resumed=[roofline_facts(each) for each in resumed])
+    return opening, resumed
 
 
 def cell_columns(problem: Problem, config: Config, device: DeviceSpec) -> Row:
@@ -202,6 +289,7 @@ def time_columns(
         "samples": str(len(samples.times_us)),
         "discarded": str(samples.discarded),
         "note": samples.stopped,
+        "times_us": " ".join(f"{took_us:.3f}" for took_us in samples.times_us),
     }
     if roofline is not None:
         gbps = samples.gbps(problem.logical_bytes())
@@ -209,68 +297,6 @@ def time_columns(
         for probe in PERCENT_OF:
             row[f"pct_{probe}"] = f"{roofline.percent(gbps, probe, problem.op):.2f}"
     return row
-
-
-def summary(outcome: Outcome) -> list[str]:
-    """What a sweep comes to, in lines: geometric means, the probes' drift, failed cells."""
-    origins = sorted(outcome.chosen_by.items())
-    lines = ["configs: " + ", ".join(f"{count} {origin}" for origin, count in origins)]
-    if outcome.rows_cap is not None:
-        lines.append(f"rows are capped at {outcome.rows_cap}")
-    if outcome.opening is None:
-        lines.append("times are simulated: they mean nothing")
-    for name in ARCHIVE_NAME.values():
-        rows = [row for row in outcome.rows if row["op"] == name]
-        means = [
-            f"{mean:.1f} {unit}"
-            for column, unit in (
-                ("median_us", "us" if outcome.opening else "simulated us"),
-                ("gbps", "GB/s"),
-                *((f"pct_{probe}", f"% of {probe}") for probe in PERCENT_OF),
-            )
-            if (mean := geometric_mean(rows, column)) is not None
-        ]
-        if means:
-            lines.append(f"{name}, geometric mean of its cells: {', '.join(means)}")
-    if outcome.opening and outcome.closing:
-        for before in outcome.opening.readings:
-            after = outcome.closing.reading(before.probe)
-            lines.append(
-                f"probe {before.probe}: {before.gbps:.1f} GB/s, at the end {after.gbps:.1f} "
-                f"({100 * after.gbps / before.gbps - 100:+.2f} %), {before.variant.slug}"
-            )
-        if outcome.opening.is_suspect(outcome.closing):
-            lines.append(
-                f"SUSPECT: a probe moved by {outcome.opening.drift_pct(outcome.closing):.1f} % "
-                f"during the run (limit {DRIFT_PCT:g} %): let the device rest and repeat"
-            )
-    lines.append(f"{len(outcome.rows) - len(outcome.failed)} of {len(outcome.rows)} cells passed")
-    for row in outcome.failed:
-        cell = f"{row['op']} {row['m']}x{row['n']} {row['act']}/{row['weight']} {row['config']}"
-        first_line = row["note"].splitlines()[0]
-        lines.append(f"{row['verdict']}: {cell}: {first_line} (the whole note is in sweep.csv)")
-    return lines
-
-
-#: column of a sweep -> its title in a printed table; what is not here is in the CSV alone
-TITLES = {
-    "op": "op", "m": "m", "n": "n", "act": "x", "weight": "w", "config": "config",
-    "verdict": "verdict", "median_us": "us", "gbps": "GB/s", "pct_copy": "% copy",
-    "pct_write": "% write", "pct_2r1w": "% 2r1w", "pct_best": "% best", "pct_matched": "% matched",
-}  # fmt: skip
-
-
-def printed(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows of a table, without columns that are empty throughout (simulated speeds)."""
-    titles = TITLES | ({"median_us": "simulated us"} if rows[0]["simulated"] == "true" else {})
-    columns = [column for column in titles if any(row[column] for row in rows)]
-    return [titles[column] for column in columns], [[row[c] for c in columns] for row in rows]
-
-
-def geometric_mean(rows: Iterable[Row], column: str) -> float | None:
-    """Of a column of numbers, over the rows that have one; None where none has."""
-    logs = [math.log(float(row[column])) for row in rows if row[column]]
-    return math.exp(sum(logs) / len(logs)) if logs else None
 
 
 def build_all(
@@ -291,26 +317,66 @@ def build_all(
     )
 
 
-def _run_cell(
-    problem: Problem,
-    config: Config,
+def _run(
+    contest: Contest,
     backend: Backend,
     rows_cap: int | None,
     opening: Roofline | None,
     budget_s: float,
+    stream: int,
+    shared: list[Cell],
 ) -> Row:
-    capped = problem if rows_cap is None else replace(problem, rows=min(problem.rows, rows_cap))
-    row = cell_columns(problem, config, backend.device) | {"rows_run": str(capped.rows)}
+    """The row of a contest; ``shared`` keeps the cell, whose inputs all peers work on."""
+    problem = contest.problem
+    if rows_cap is not None:
+        problem = replace(problem, rows=min(problem.rows, rows_cap))
+    row = contest.columns(backend.device) | {"rows_run": str(problem.rows)}
+    if contest.path:
+        return row | _run_ours(problem, contest.config, backend, opening, budget_s, stream)
+    if not shared or shared[0].problem != problem:
+        shared[:] = [Cell(problem, contest.config, backend, stream)]
     try:
-        kernel = workbench.build(capped, config, backend=backend)
+        contender = contest.provider.prepare(shared[0])
+        samples = measure.time_calls(contender.calls, backend, stream=stream, budget_s=budget_s)
+    except WrongResult as error:
+        return row | {"verdict": "FAIL", "note": str(error)}
+    except Exception as error:  # noqa: BLE001 - a peer raises whatever it likes, and has a row
+        return row | {"verdict": type(error).__name__, "note": str(error) or repr(error)}
+    found = time_columns(problem, contender.verdict, samples, opening)
+    return row | found | {"config": contender.config}
+
+
+def _run_ours(
+    problem: Problem,
+    config: Config,
+    backend: Backend,
+    opening: Roofline | None,
+    budget_s: float,
+    stream: int,
+) -> Row:
+    try:
+        kernel = workbench.build(problem, config, backend=backend)
         verdict = kernel.check()
         if not verdict.passed:
             faults = "; ".join(verdict.message.splitlines())
-            return row | {"verdict": "FAIL", "worst": _worst(verdict), "note": faults}
-        samples = measure.measure(capped, config, kernel.binary, verdict, budget_s=budget_s)
-    except RmsnormRawError as error:
-        return row | {"verdict": type(error).__name__, "note": str(error)}
-    return row | time_columns(capped, verdict, samples, opening)
+            return {"verdict": "FAIL", "worst": _worst(verdict), "note": faults}
+        samples = measure.measure(
+            problem, config, kernel.binary, verdict, stream=stream, budget_s=budget_s
+        )
+    except (RmsnormRawError, MemoryError) as error:
+        return {"verdict": type(error).__name__, "note": str(error) or repr(error)}
+    return time_columns(problem, verdict, samples, opening)
+
+
+def _require_device(contest: Contest, backend: Backend, stream: int) -> None:
+    """A kernel with a fault poisons the device for this process: every later row would fail."""
+    try:
+        backend.synchronize(stream)
+    except LaunchError as error:
+        raise LaunchError(
+            f"{contest} has lost the device ({error}). Its row says so, and the rows before it are "
+            "kept: give the same command with this --out to go on after it"
+        ) from error
 
 
 def _worst(verdict: check.Verdict) -> str:

@@ -1,0 +1,879 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, chromium
+from typer.testing import CliRunner
+
+import rmsnorm_raw
+from rmsnorm_raw.cli import app
+from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.stats import Outcome
+from rmsnorm_raw.study import between, page, plots, report, theme
+from rmsnorm_raw.study.gains import counts as count_pairs
+from rmsnorm_raw.study.runs import (
+    ARCHIVE_PROBE,
+    Cell,
+    archive_pairs,
+    archive_rows,
+    cell_of,
+    read_run,
+    study_cells,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "perf/results/nvidia-h200/2026-11-30"
+Row = dict[str, str]
+
+
+# ---- runs of our own -----------------------------------------------------------------------------
+
+
+def rows_of(path: Path) -> list[Row]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write_run(
+    folder: Path,
+    rows: Iterable[Mapping[str, str]],
+    table: str = "perf.csv",
+    change: Callable[[dict[str, Any]], object] = lambda facts: None,
+) -> Path:
+    """A run of these rows on the committed run's device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = list(rows)
+    with (folder / table).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    facts = json.loads((RESULTS / "environment.json").read_text(encoding="utf-8"))
+    change(facts)
+    (folder / "environment.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    return folder
+
+
+def some_rows(*providers: str) -> list[Row]:
+    """Of three shapes, one of them the widest, in every dtype pair."""
+    shapes = {("4096", "4096"), ("32768", "1024"), ("32768", "8192")}
+    return [
+        row
+        for row in rows_of(RESULTS / "perf.csv")
+        if (row["m"], row["n"]) in shapes and row["provider"] in (providers or ("ours", "quack"))
+    ]
+
+
+def scaled(rows: Iterable[Row], factor: float, *columns: str) -> list[Row]:
+    """Rows whose times are longer by a factor; of some columns alone where they are named."""
+    names = columns or ("median_us", "low_us", "high_us", "times_us")
+    return [
+        row
+        | {
+            name: " ".join(f"{float(us) * factor:.3f}" for us in row[name].split())
+            for name in names
+        }
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run", some_rows())
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def tables_of(made: report.Report) -> dict[str, list[list[str]]]:
+    """Of a page's Markdown: rows by caption."""
+    text = made.files[f"{made.stem}.md"]
+    found = re.findall(r"^(.+):\n\n((?:\|.*\|\n)+)", text, re.MULTILINE)
+    return {
+        caption: [
+            [cell.strip().strip("*") for cell in line.strip("|").split(" | ")]
+            for line in lines.splitlines()
+            if not line.startswith("| :--")
+        ]
+        for caption, lines in found
+    }
+
+
+def table_of(made: report.Report, start: str) -> list[dict[str, str]]:
+    (rows,) = (rows for caption, rows in tables_of(made).items() if caption.startswith(start))
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+
+
+# ---- the archives --------------------------------------------------------------------------------
+
+
+def test_the_archives_medians_give_the_published_headline() -> None:
+    published = {
+        ("H200 forward", "analytical", "266.472", "4029.5"),
+        ("H100 forward", "searched", "358.904", "2991.8"),
+        ("H200 backward", "searched", "407.120", "3956.5"),
+        ("H100 backward", "searched", "540.608", "2979.6"),
+    }
+    rows = between.headline_rows()
+    assert len(rows) == 8  # 2 hosts, 2 operations, 2 paths
+    assert published <= {tuple(row[:4]) for row in rows}
+    percents = {tuple(row[:2]): row[4] for row in rows}
+    assert percents["H200 forward", "analytical"] == "93.43 % of 2r1w (4312.7)"
+    assert percents["H100 forward", "searched"] == "94.01 % of write (3182.3)"
+    assert percents["H200 backward", "searched"] == "91.74 % of 2r1w (4312.7)"
+    assert percents["H100 backward", "searched"] == "93.63 % of write (3182.3)"
+
+
+@pytest.mark.parametrize("host", ARCHIVE_PROBE)
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_every_published_percentage_is_of_its_hosts_probe(host: str, op: str) -> None:
+    rows = {
+        cell_of(row): row
+        for row in archive_rows("hopper_quack_cells.csv")
+        if (row["host"], row["op"]) == (host, op)
+    }
+    pairs = archive_pairs(host, op)
+    assert len(pairs) == len(rows) == 45
+    for pair in pairs:
+        row = rows[pair.cell]
+        assert pair.cell.problem.logical_bytes() == int(row["logical_bytes"])
+        assert pair.default_pct == pytest.approx(float(row["analytical_pct"]), abs=0.006)
+        assert pair.tuned_pct == pytest.approx(float(row["tuned_pct"]), abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("host", "op", "gains", "losses"),
+    [
+        ("H200", "bwd", 21, 8),
+        ("H100", "bwd", 34, 2),
+        ("H200", "fwd", 27, 4),
+        ("H100", "fwd", 24, 4),
+    ],
+)
+def test_gains_and_losses_of_the_study_at_a_noise_of_1_percent(
+    host: str, op: str, gains: int, losses: int
+) -> None:
+    counts = count_pairs(archive_pairs(host, op), 1.0)
+    assert (counts["gains"], counts["losses"]) == (gains, losses)
+    assert counts["within"] == 45 - gains - losses
+    wider = count_pairs(archive_pairs(host, op), 5.0)
+    assert wider["gains"] < gains
+    assert wider["losses"] <= losses
+
+
+def test_the_page_counts_and_draws_the_archive(run_folder: Path) -> None:
+    made = report.make([run_folder])
+    counted = {row[""]: row for row in table_of(made, "Quack's search against")}
+    assert counted["H200 backward"]["faster by > 1 %"] == "21"
+    assert counted["H100 backward"]["slower by > 1 %"] == "2"
+    drawn = made.files["report_plots/archive-h200-bwd.svg"]
+    # the published gain of 17.48 % of the time, as a ratio of speeds
+    assert "+21.2 %" in drawn
+    assert drawn.count('class="fill-good"') == 21
+    assert drawn.count('class="fill-bad"') == 8
+
+
+def test_amds_published_figures_stand_beside_with_percents_of_the_same_probe() -> None:
+    made = report.make([RESULTS], out=RESULTS)
+    rows = table_of(made, "Forward: our best of")
+    row = next(row for row in rows if row["rows×columns x/weight"] == "32768×8192 bf16/bf16")
+    assert row["FlyDSL, MI355X GB/s"] == "5748.4"
+    assert row["FlyDSL, MI355X % of copy"] == f"{100 * 5748.4 / 4644:.2f}"
+    assert row["FlyDSL, MI355X % of write"] == f"{100 * 5748.4 / 6664:.2f}"
+    assert row["Quack, H200 GB/s"] == "4029.5"
+    assert "Quack, H200 % of write" not in row  # its denominator was the other probe
+    text = made.files["report.md"]
+    assert "Percentages of different probes do not compare" in text
+
+
+# ---- the committed run ---------------------------------------------------------------------------
+
+
+def test_the_committed_page_is_what_its_run_gives() -> None:
+    assert report.make([RESULTS]).faults() == []
+    assert (RESULTS / "report.png").stat().st_size > 10_000
+
+
+def test_the_committed_page_has_the_readmes_means() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    means = {
+        row[""]: row["time over ours"] for row in table_of(report.make([RESULTS]), "Geometric")
+    }
+    for op in ("forward", "backward"):
+        (line,) = re.findall(rf"^\s*\| {op} \| (1\..+) \|$", readme, re.MULTILINE)
+        peers = ("quack", "quack searched", "liger", "torch", "compile")
+        assert [means[f"{op}, {peer}"] for peer in peers] == line.split(" | ")
+
+
+def test_tables_carry_the_csvs_figures() -> None:
+    made = report.make([RESULTS])
+    for op, name, cells in (("fwd", "Forward", 52), ("bwd", "Backward", 52)):
+        table = table_of(made, f"{name}, medians")
+        assert len(table) == cells
+        for row in rows_of(RESULTS / "perf.csv"):
+            if row["op"] != op:
+                continue
+            cell = f"{row['m']}×{row['n']} {row['act']}/{row['weight']}"
+            (line,) = (line for line in table if line["rows×columns x/weight"] == cell)
+            said = line[f"{row['provider'].replace('_', ' ')} µs"]
+            if row["verdict"] != "PASS":
+                assert said == row["verdict"]
+                continue
+            assert said == f"{float(row['median_us']):.2f}"
+            if row["provider"] == "ours":
+                matched = "copy" if op == "fwd" else "2r1w"
+                assert line["our best GB/s"] == row["gbps"]
+                assert line[f"% of {matched}"] == row[f"pct_{matched}"]
+                assert line["% of write (best)"] == row["pct_write"]
+    assert (
+        "compile, bwd 512×4096 bf16/bf16: Unmeasurable, the host was late"
+        in (made.files["report.md"])
+    )
+
+
+def test_moved_mib_is_the_problems_bytes() -> None:
+    table = table_of(report.make([RESULTS]), "Backward, medians")
+    moved = {row["rows×columns x/weight"]: row["MiB moved"] for row in table}
+    assert moved["32768×8192 bf16/bf16"] == f"{1_610_776_576 / 2**20:.1f}"
+    assert moved["1×4096 bf16/bf16"] == f"{40_964 / 2**20:.3f}"
+
+
+def test_the_ladder_beside_tuned_comes_from_the_table_beside_the_run() -> None:
+    made = report.make([RESULTS])
+    counted = {row[""]: row for row in table_of(made, "Gains and losses of tuned")}
+    forward = counted["forward, tuned_vs_ladder.csv, cold"]
+    assert forward["faster by > 1 %"] == "1"
+    assert forward["same config"] == "44"
+    assert counted["backward, tuned_vs_ladder.csv, steady"]["same config"] == "45"
+    assert "4096×4096 fp16/fp16" in made.files["report_plots/tuned-0.svg"]
+    assert "forward, 1 cell TUNED" in made.files["report.md"]
+    (won,) = table_of(made, "What the searches found")
+    assert won["rows×columns x/weight"] == "4096×4096 fp16/fp16"
+    assert won["cold"].startswith("1.0")
+
+
+def test_a_heat_map_is_of_the_widest_row_that_has_all_dtypes() -> None:
+    made = report.make([RESULTS])
+    (row,) = (
+        row
+        for row in table_of(made, "Backward 32768×8192: percent of 2r1w by dtypes")
+        if row["x/weight"] == "bf16/fp32"
+    )
+    assert row["ours"] == "97.14"
+    assert ">97.1</text>" in made.files["report_plots/dtypes-bwd.svg"]
+
+
+# ---- files of other shapes -----------------------------------------------------------------------
+
+
+def test_a_sweep_without_providers_is_ours_alone() -> None:
+    run = read_run(RESULTS / "sweep")
+    assert run.series == ("ours",)
+    assert {timing.cell for timing in run.timings} == study_cells()
+    assert "No peer was timed." in report.make([RESULTS / "sweep"]).files["report.md"]
+
+
+def with_paths(rows: Iterable[Row], tuned: float) -> Iterator[Row]:
+    """A sweep's rows: the ladder in every cell, forward also tuned, its times scaled."""
+    for row in rows:
+        yield row | {"path": "ladder" if row["provider"] == "ours" else "", "module": "m"}
+        if row["provider"] == "ours" and row["op"] == "fwd":
+            (other,) = scaled([row], tuned)
+            yield other | {"path": "tuned", "module": "m", "config": "b256-t256-v8-reg"}
+
+
+def test_a_sweeps_paths_are_columns_and_dumbbells(tmp_path: Path) -> None:
+    rows = list(with_paths(some_rows(), 0.9))
+    tuned = {f"forward {row['m']}x{row['n']} {row['act']}/{row['weight']}": row for row in rows}
+
+    def change(facts: dict[str, Any]) -> None:
+        facts["tuned"] = dict.fromkeys(tuned, "b256-t256-v8-reg")
+        facts["cells"] = ["forward 1x4096 fp16/fp16"] * 90
+        facts["roofline_resumed"] = [facts["roofline_closing"]]
+
+    made = report.make([write_run(tmp_path / "a", rows, "sweep.csv", change)])
+    first = table_of(made, "Forward, medians")[0]
+    ladder, ours = float(first["ours ladder µs"]), float(first["ours tuned µs"])
+    assert ours == pytest.approx(0.9 * ladder, abs=0.01)
+    counted = {row[""]: row for row in table_of(made, "Gains and losses")}
+    assert counted["forward, sweep.csv"]["faster by > 1 %"] == "15"
+    assert counted["forward, sweep.csv"]["geometric mean of the speed ratio"].startswith("1.111")
+    assert counted["backward, sweep.csv"]["same config"] == "15"  # no record names another
+    peers = {
+        row[""]: float(row["time over ours"]) for row in table_of(made, "Geometric means over")
+    }
+    alone = report.make([write_run(tmp_path / "b", some_rows())])
+    before = {
+        row[""]: float(row["time over ours"]) for row in table_of(alone, "Geometric means ov")
+    }
+    assert peers["forward, quack"] == pytest.approx(before["forward, quack"] / 0.9, abs=0.002)
+    assert "resumed 1 GB/s" in table_of(made, "Probes")[0]
+    assert "| cells | 90, see environment.json |" in made.files["report.md"]
+
+
+def test_a_sweep_that_has_not_ended_says_so_and_a_suspect_one_too(tmp_path: Path) -> None:
+    rows = some_rows()
+    none = write_run(tmp_path / "none", rows, change=lambda facts: facts.pop("roofline_opening"))
+    assert "ended before them" in report.make([none]).files["report.md"]
+    half = write_run(tmp_path / "half", rows, change=lambda facts: facts.pop("roofline_closing"))
+    assert "did not reach its end" in report.make([half]).files["report.md"]
+
+    def drift(facts: dict[str, Any]) -> None:
+        facts["suspect"] = True
+        facts["roofline_closing"]["copy"]["gbps"] *= 0.9
+
+    suspect = report.make([write_run(tmp_path / "suspect", rows, change=drift)])
+    assert "SUSPECT" in suspect.files["report.md"]
+    assert "(-10.08 %)" in table_of(suspect, "Probes")[0]["closing GB/s"]
+
+
+def test_a_simulated_run_has_times_that_mean_nothing_and_no_speeds(tmp_path: Path) -> None:
+    blank = {name: "" for name in some_rows()[0] if name == "gbps" or name.startswith("pct_")}
+    rows = [row | blank | {"rows_run": "67"} for row in some_rows("ours")]
+
+    def simulate(facts: dict[str, Any]) -> None:
+        facts["device"]["simulated"] = True
+        facts["roofline_opening"] = facts["roofline_closing"] = None
+
+    folder = write_run(tmp_path / "run", rows, "sweep.csv", simulate)
+    made = report.make([folder])
+    text = made.files["report.md"]
+    assert "times of the simulator mean nothing" in text
+    assert "ours simulated µs" in text
+    assert "fewer rows than they name" in text
+    assert "our best GB/s" not in text
+    assert not any("curves" in name for name in made.files)
+
+
+@pytest.mark.parametrize("cut", [20, 3000])  # in the last row's samples; in the row before
+def test_a_killed_sweeps_last_piece_is_left_out_and_named(run_folder: Path, cut: int) -> None:
+    whole = read_run(run_folder)
+    data = (run_folder / "perf.csv").read_bytes()
+    (run_folder / "perf.csv").write_bytes(data[:-cut])
+    torn = read_run(run_folder)
+    assert not whole.torn
+    assert torn.torn
+    assert torn.timings == whole.timings[: len(torn.timings)]
+    assert len(torn.timings) == len(data[:-cut].splitlines()) - 2  # its head, and the piece
+    assert "ends in a piece of a row" in report.make([run_folder]).files["report.md"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "environment.json").unlink(), "is no run"),
+        (lambda folder: (folder / "perf.csv").unlink(), "is no run"),
+        (lambda folder: shutil.copy(folder / "perf.csv", folder / "sweep.csv"), "is no run"),
+        (lambda folder: (folder / "environment.json").write_text("{"), "is not of a run"),
+        (lambda folder: (folder / "environment.json").write_text("{}"), "is not of a run"),
+        (lambda folder: (folder / "perf.csv").write_text("op,m\n"), "has no rows"),
+        (lambda folder: (folder / "perf.csv").write_text("op,m\nfwd,1\n"), "no column act, config"),
+        (lambda folder: (folder / "perf.csv").write_text("op,m\nfwd"), "has no rows"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    run_folder: Path, spoil: Callable[[Path], object], message: str
+) -> None:
+    spoil(run_folder)
+    code, said = command(run_folder)
+    assert code == 2
+    assert message in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"median_us": "fast"}, "row 1, cannot be read"), ({"m": "many"}, "row 1, cannot be read")],
+)
+def test_a_row_that_is_no_time_is_refused(tmp_path: Path, change: Row, message: str) -> None:
+    rows = some_rows("ours")
+    with pytest.raises(InvalidInput, match=message):
+        read_run(write_run(tmp_path, [rows[0] | change, *rows[1:]]))
+
+
+def test_a_cell_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    rows = some_rows("ours")
+    with pytest.raises(InvalidInput, match=r"ours has .* twice"):
+        read_run(write_run(tmp_path, [*rows, rows[0]]))
+
+
+# ---- two runs ------------------------------------------------------------------------------------
+
+
+def verdicts(made: report.Report, start: str) -> dict[str, str]:
+    return {row["rows×columns x/weight"]: row["verdict"] for row in table_of(made, start)}
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(0.95, Outcome.FASTER), (1.05, Outcome.SLOWER), (1.0, Outcome.SAME)]
+)
+@pytest.mark.parametrize("samples", [True, False])
+def test_two_runs_are_compared_cell_by_cell(
+    tmp_path: Path, factor: float, verdict: Outcome, samples: bool
+) -> None:
+    wide = [row for row in some_rows("ours") if row["n"] == "8192"]
+    if not samples:
+        wide = [row | {"times_us": ""} for row in wide]
+    before = write_run(tmp_path / "before", wide)
+    after = write_run(tmp_path / "after", scaled(wide, factor))
+    made = report.make([before, after])
+    for op in ("Forward", "Backward"):
+        found = verdicts(made, f"{op}, ours: speed of B over A")
+        assert len(found) == 5
+        assert set(found.values()) == {verdict.value}
+    summary = {row[""]: row for row in table_of(made, "Verdicts")}
+    assert summary["forward, ours"][verdict.value] == "5"
+    assert float(summary["forward, ours"]["geometric mean"]) == pytest.approx(1 / factor, abs=1e-4)
+
+
+def test_what_the_files_cannot_decide_is_unclear(tmp_path: Path) -> None:
+    rows = [row | {"times_us": ""} for row in some_rows("ours") if row["n"] == "8192"]
+    (wide,) = scaled(rows[:1], 1.1, "high_us")
+    bare = rows[1] | {"low_us": "", "high_us": ""}
+    before = write_run(tmp_path / "before", rows)
+    after = write_run(tmp_path / "after", [wide, bare, *rows[2:]])
+    found = {**verdicts(report.make([before, after]), "Forward, ours")}
+    found |= {f"b {k}": v for k, v in verdicts(report.make([before, after]), "Backward, o").items()}
+    assert sorted(found.values()) == ["SAME"] * 8 + ["UNCLEAR"] * 2
+
+
+def test_the_noise_is_stated_and_decides(tmp_path: Path) -> None:
+    rows = [row for row in some_rows("ours") if row["n"] == "8192"]
+    folders = [
+        write_run(tmp_path / "before", rows),
+        write_run(tmp_path / "after", scaled(rows, 1.03)),
+    ]
+    strict, loose = (report.make(folders, noise_pct=noise) for noise in (1.0, 5.0))
+    assert set(verdicts(strict, "Forward, ours").values()) == {"SLOWER"}
+    assert set(verdicts(loose, "Forward, ours").values()) == {"SAME"}
+    assert "at a noise of 5 %" in loose.files["comparison.md"]
+    loose.write()
+    code, said = command(*folders, "--check")
+    assert code == 1
+    assert "--noise is not what the page was made of" in said
+    assert command(*folders, "--check", "--noise", "5")[0] == 0
+
+
+def test_a_path_is_compared_with_a_run_that_has_none(tmp_path: Path) -> None:
+    before = write_run(tmp_path / "before", some_rows())
+    after = write_run(tmp_path / "after", with_paths(some_rows(), 0.9), "sweep.csv")
+    made = report.make([before, after])
+    summary = {row[""]: row for row in table_of(made, "Verdicts")}
+    assert summary["forward, ours → ours tuned"]["FASTER"] == "15"
+    assert summary["forward, ours → ours ladder"]["FASTER"] == "0"
+    assert summary["forward, quack"]["cells"] == "15"  # a control
+    assert "a sweep times a cell by itself" in made.files["comparison.md"]
+
+
+def test_across_devices_there_is_no_verdict_and_each_percentage_names_its_probe(
+    tmp_path: Path,
+) -> None:
+    rows = some_rows("ours")
+
+    def other(facts: dict[str, Any]) -> None:
+        facts["device"]["name"] = "AMD Instinct MI355X"
+
+    before = write_run(tmp_path / "before", rows)
+    made = report.make([before, write_run(tmp_path / "after", rows, change=other)])
+    text = made.files["comparison.md"]
+    assert "Percentages of different probes do not compare" in text
+    assert "verdict" not in text
+    first = table_of(made, "Forward, our best of each run")[0]
+    for probe in ("copy", "write", "2r1w"):
+        assert first[f"A NVIDIA H200 % of {probe}"] == first[f"B AMD Instinct MI355X % of {probe}"]
+    assert first["A NVIDIA H200 GB/s"] == first["B AMD Instinct MI355X GB/s"]
+
+
+def test_a_run_is_not_compared_with_itself(run_folder: Path) -> None:
+    code, said = command(run_folder, run_folder)
+    assert code == 2
+    assert "with itself" in said
+
+
+# ---- pages that cannot go stale ------------------------------------------------------------------
+
+
+def test_a_page_is_the_same_bytes_in_every_process_and_from_every_folder(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    written = []
+    for seed, where, given in (("1", tmp_path, "run"), ("2", ROOT, str(run_folder))):
+        out = tmp_path / seed
+        code = "from rmsnorm_raw.cli import app; app()"
+        subprocess.run(
+            [sys.executable, "-c", code, "report", given, "--out", str(out)],
+            cwd=where, check=True, capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": package_folder()},
+        )  # fmt: skip
+        written.append({p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()})
+    assert written[0] == written[1]
+    assert len(written[0]) > 10
+
+
+def package_folder() -> str:
+    return str(Path(rmsnorm_raw.__file__).parents[1])
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text, f"{old!r} is not in {path}"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "said"),
+    [
+        ("report.html", "97.14", "98.14", "report.html differs from line"),
+        ("report.md", "97.14", "98.14", "report.md differs from line"),
+        ("report_plots/dtypes-bwd.svg", "97.1<", "98.1<", "dtypes-bwd.svg differs from line"),
+        ("perf.csv", "373.184", "363.184", "perf.csv is not what the page was made of"),
+        ("environment.json", "580.159.04", "580.160", "environment.json is not what the page was"),
+    ],
+)
+def test_check_fails_on_a_page_that_is_not_its_runs(
+    run_folder: Path, name: str, old: str, new: str, said: str
+) -> None:
+    assert command(run_folder)[0] == 0
+    assert command(run_folder, "--check")[0] == 0
+    edit(run_folder / name, old, new)
+    code, output = command(run_folder, "--check")
+    assert code == 1
+    assert said in output
+    assert command(run_folder)[0] == 0
+    assert command(run_folder, "--check")[0] == 0
+
+
+def test_check_fails_without_a_page_and_on_a_plot_of_another(run_folder: Path) -> None:
+    code, output = command(run_folder, "--check")
+    assert code == 1
+    assert "report.html is not there" in output
+    command(run_folder)
+    (run_folder / "report_plots/old.svg").write_text("<svg/>")
+    code, output = command(run_folder, "--check")
+    assert code == 1
+    assert "old.svg is of no plot" in output
+    command(run_folder)
+    assert command(run_folder, "--check")[0] == 0
+
+
+@pytest.mark.parametrize("name", report.CODE)
+def test_check_fails_when_the_reports_code_has_changed(
+    run_folder: Path, tmp_path: Path, name: str
+) -> None:
+    package = Path(rmsnorm_raw.__file__).parent
+    shutil.copytree(package, tmp_path / "edited/rmsnorm_raw")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = "from rmsnorm_raw.cli import app; app()"
+        return subprocess.run(
+            [sys.executable, "-c", code, "report", str(run_folder), *arguments],
+            cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "edited")},
+        )  # fmt: skip
+
+    assert command(run_folder)[0] == 0
+    with (tmp_path / "edited/rmsnorm_raw/study" / name).open("a", encoding="utf-8") as file:
+        file.write("# a change that moves no figure\n")
+    stale = run("--check")
+    assert stale.returncode == 1
+    assert "the report's code is not what the page was made of" in stale.stderr
+    assert run().returncode == 0
+    assert run("--check").returncode == 0
+
+
+def test_all_of_the_reports_modules_are_in_its_digest() -> None:
+    used = {"report.py"}
+    study = Path(report.__file__).parent
+    while True:
+        text = "".join((study / name).read_text(encoding="utf-8") for name in sorted(used))
+        found = set(re.findall(r"^from rmsnorm_raw\.study\.(\w+) import", text, re.MULTILINE))
+        for names in re.findall(r"^from rmsnorm_raw\.study import (.+)$", text, re.MULTILINE):
+            found |= set(names.split(", "))
+        more = {f"{name}.py" for name in found} - used
+        if not more:
+            break
+        used |= more
+    assert used - {"cells.py"} == set(report.CODE)  # cells.py reads an archive, which is digested
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, said = command(run_folder, "--out", tmp_path / "file" / "below")
+    assert code == 2
+    assert "cannot be written" in said
+
+
+# ---- the two forms -------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Tables of an HTML page, and the tags that it should not have."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self._cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name in ("href", "src", "srcset") and value:
+                self.links.append(value)
+            if name == "id" and value:
+                self.ids.append(value)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.tables[-1][-1][-1] += data
+
+
+def test_markdown_has_the_pages_tables_and_plots() -> None:
+    made = report.make([RESULTS])
+    html = Page(made.files["report.html"])
+    assert html.tables == list(tables_of(made).values())
+    drawn = {name for name in html.ids if name.startswith("plot-")}
+    linked = re.findall(r"\]\((report_plots/.+?\.svg)\)", made.files["report.md"])
+    assert {f"plot-{Path(name).stem}" for name in linked} == drawn
+    assert set(linked) == {name for name in made.files if name.endswith(".svg")}
+
+
+def test_a_page_asks_for_nothing_and_its_links_lead_somewhere() -> None:
+    html = Page(report.make([RESULTS]).files["report.html"])
+    assert html.tags.isdisjoint({"script", "img", "link", "iframe", "object"})
+    assert len(html.ids) == len(set(html.ids))
+    assert {link.removeprefix("#") for link in html.links} <= set(html.ids)
+    assert all(link.startswith("#") for link in html.links)
+    text = report.make([RESULTS]).files["report.html"]
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+
+
+def test_names_in_files_are_text_and_no_markup(tmp_path: Path) -> None:
+    def rename(facts: dict[str, Any]) -> None:
+        facts["device"]["name"] = "<script>alert(1)</script> & co"
+
+    rows = [row | {"config": "<b>|</b>"} for row in some_rows("ours")]
+    folders = [write_run(tmp_path / name, rows, change=rename) for name in ("a", "b")]
+    made = report.make(folders)
+    html = Page(made.files["comparison.html"])
+    assert html.tags.isdisjoint({"script", "b"})
+    assert any("<b>|</b>" in cell for table in html.tables for row in table for cell in row)
+    for name, text in made.files.items():
+        if name.endswith(".svg"):
+            ElementTree.fromstring(text)
+
+
+def test_every_plot_is_an_image_with_a_title_and_numbers() -> None:
+    made = report.make([RESULTS])
+    files = [text for name, text in made.files.items() if name.endswith(".svg")]
+    assert len(files) > 10
+    svg = "{http://www.w3.org/2000/svg}"
+    for text in files:
+        root = ElementTree.fromstring(text)
+        title = root[0]
+        assert root.get("role") == "img"
+        assert title.tag == f"{svg}title"
+        assert root.get("aria-labelledby") == title.get("id")
+        assert title.text
+        said = [element.text or "" for element in root.iter(f"{svg}text")]
+        assert sum(bool(re.search(r"\d", words)) for words in said) > 3
+
+
+@pytest.mark.parametrize("colours", [theme.LIGHT, theme.DARK])
+def test_colours_stand_out_from_what_they_stand_on(colours: dict[str, str]) -> None:
+    for name, colour in colours.items():
+        if name in ("bg", "panel", "line"):
+            continue
+        for ground in ("bg", "panel"):
+            assert theme.contrast(colour, colours[ground]) >= 4.5, (name, ground)
+
+
+def test_text_on_a_heat_map_can_be_read_at_every_percentage() -> None:
+    for tenth in range(1001):
+        drawn = plots.heat_map("h", "t", ["r"], ["c"], [[tenth / 10]]).inline
+        (fill,) = re.findall(r'fill="(#\w+)"', drawn)
+        (ink,) = re.findall(r"style=\"fill:(#\w+)", drawn)
+        assert theme.contrast(fill, ink) >= 4.5, tenth
+
+
+def test_numbers_of_coordinates_are_plain() -> None:
+    assert [plots.number(v) for v in (1.0, 0.126, -0.001, 2.5, 100)] == [
+        "1",
+        "0.13",
+        "0",
+        "2.5",
+        "100",
+    ]
+
+
+def test_a_table_in_markdown_keeps_its_columns() -> None:
+    table = page.Table("c", ("a", "b"), [["x|y", "1"]], strong=frozenset({(0, 1)}))
+    assert page.markdown([table], "p") == "c:\n\n| a | b |\n| :-- | --: |\n| x\\|y | **1** |\n"
+
+
+def test_cells_are_ordered_by_elements_and_dtypes() -> None:
+    cells = [
+        Cell("fwd", m, n, act, w)
+        for m, n in ((8, 4), (1, 4))
+        for act, w in (("fp32", "fp32"), ("fp16", "fp16"))
+    ]
+    ordered = sorted(cells, key=lambda cell: cell.order)
+    assert [cell.name for cell in ordered] == [
+        "1×4 fp16/fp16", "1×4 fp32/fp32", "8×4 fp16/fp16", "8×4 fp32/fp32",
+    ]  # fmt: skip
+
+
+# ---- in a browser --------------------------------------------------------------------------------
+
+#: what is wrong with a page, as sentences
+INSPECT = """
+(() => {
+  const faults = [], width = document.documentElement.clientWidth;
+  const rgb = c => c.match(/[\\d.]+/g).map(Number);
+  const lum = c => {
+    const [r, g, b] = rgb(c).slice(0, 3).map(v => v / 255)
+      .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (a, b) => {
+    const [x, y] = [lum(a), lum(b)].sort((p, q) => p - q);
+    return (y + 0.05) / (x + 0.05);
+  };
+  const ground = element => {
+    for (let e = element; e; e = e.parentElement) {
+      const c = getComputedStyle(e).backgroundColor;
+      if (rgb(c).length === 3 || rgb(c)[3] > 0) return c;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  const short = e => e.tagName + ' ' + e.textContent.trim().slice(0, 40);
+  let texts = 0;
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || element.closest('title, style')) continue;
+    texts++;
+    const style = getComputedStyle(element), drawn = element.closest('text');
+    const below = drawn?.previousElementSibling;
+    const inside = drawn?.parentElement.matches('.cell');
+    const on = inside ? getComputedStyle(below).fill : ground(element);
+    const value = contrast(drawn ? style.fill : style.color, on);
+    if (value < 4.5) faults.push(`contrast ${value.toFixed(2)}: ${short(element)}`);
+    const ctm = drawn?.getScreenCTM();
+    const size = parseFloat(style.fontSize) * (ctm ? Math.hypot(ctm.a, ctm.b) : 1);
+    if (size < 8.9) faults.push(`${size.toFixed(1)} px: ${short(element)}`);
+  }
+  if (document.documentElement.scrollWidth > width) faults.push('wider than the screen');
+  for (const e of document.querySelectorAll('h1,h2,p,li,figure,figcaption,.scroll,svg')) {
+    const box = e.getBoundingClientRect();
+    if (box.right > width + 0.5 || box.left < -0.5) faults.push(`beyond the edge: ${short(e)}`);
+  }
+  for (const e of document.querySelectorAll('td,th')) {
+    if (e.scrollWidth > e.clientWidth + 1) faults.push(`cut off: ${short(e)}`);
+  }
+  for (const svg of document.querySelectorAll('svg')) {
+    const frame = svg.getBoundingClientRect();
+    if (frame.height < 40 || frame.width < 300) faults.push(`small: ${svg.id}`);
+    for (const text of svg.querySelectorAll('text')) {
+      const box = text.getBoundingClientRect();
+      if (box.left < frame.left - 0.5 || box.right > frame.right + 0.5
+          || box.top < frame.top - 0.5 || box.bottom > frame.bottom + 0.5)
+        faults.push(`cut off in ${svg.id}: ${text.textContent}`);
+    }
+  }
+  return {faults, texts, tables: document.querySelectorAll('table').length,
+          plots: [...document.querySelectorAll('svg')].map(e => e.id)};
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if chromium() is None:
+        pytest.skip("chromium is not installed (Debian: apt install chromium)")
+    with Browser(tmp_path_factory.mktemp("profile")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def comparison_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("comparison")
+    report.make([RESULTS / "sweep", RESULTS], out=out).write()
+    return out
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("stem", ["report", "comparison"])
+def test_a_page_can_be_read_in_a_browser(
+    stem: str, width: int, scheme: str, browser: Browser, comparison_folder: Path, tmp_path: Path
+) -> None:
+    folder = RESULTS if stem == "report" else comparison_folder
+    browser.messages.clear()
+    browser.open(folder / f"{stem}.html", width, scheme)
+    assert browser.run("innerWidth") == width
+    found = browser.run(INSPECT)
+    text = (folder / f"{stem}.md").read_text(encoding="utf-8")
+    assert browser.messages == []
+    assert found["faults"] == []
+    assert found["tables"] == text.count("\n| :--")
+    linked = re.findall(rf"{stem}_plots/(.+?)\.svg\)", text)
+    assert found["plots"] == [f"plot-{name}" for name in linked]
+    assert found["texts"] > 1000
+    browser.screenshot(tmp_path / "page.png", 900)
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_browser_sees_what_is_wrong(browser: Browser, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.html"
+    text = report.make([RESULTS]).files["report.html"]
+    text = text.replace("--ink:#1b1f24", "--ink:#999999").replace(
+        ".scroll{overflow-x:auto;", ".scroll{overflow-x:visible;"
+    )
+    policy = re.search(r"<meta http-equiv.+>\n", text)
+    assert policy
+    text = text.replace(policy[0], "").replace(
+        "</main>", "<script>console.error(1)</script></main>"
+    )
+    broken.write_text(text.replace('viewBox="0 0 360', 'viewBox="0 0 200'), encoding="utf-8")
+    browser.messages.clear()
+    browser.open(broken, 390, "light")
+    faults = " ".join(browser.run(INSPECT)["faults"])
+    for kind in ("contrast 2", "wider than the screen", "cut off in plot-"):
+        assert kind in faults
+    assert browser.messages
+    # the policy of a page that is not broken refuses every script
+    broken.write_text(
+        report.make([RESULTS]).files["report.html"].replace("<main>", "<main><script>1</script>"),
+        encoding="utf-8",
+    )
+    browser.messages.clear()
+    browser.open(broken, 390, "light")
+    assert any("Content Security Policy" in message for message in browser.messages)
