@@ -13,10 +13,9 @@ from rmsnorm_raw import candidates, ladder, space, stats
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.lab import Fault, Steps
+from rmsnorm_raw.lab import Fault, Steps, ladder_failed
 from rmsnorm_raw.measure import Limits, Regime, Samples
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.search import ladder_failed
 from rmsnorm_raw.stats import Comparison
 
 LIMITS = Limits(budget_s=1.0, goal_pct=0.3, min_samples=48, max_samples=240, warmup_s=0.01)

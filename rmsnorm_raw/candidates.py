@@ -42,9 +42,12 @@ class Explorer:
         kept: the configs to try; the ladder's is left out.
         ladder: where to begin.
         seed: of the draw.
+        known: what an earlier search has found; it comes first.
     """
 
-    def __init__(self, kept: Sequence[Config], ladder: Config, seed: int = 0) -> None:
+    def __init__(
+        self, kept: Sequence[Config], ladder: Config, seed: int = 0, known: Config | None = None
+    ) -> None:
         near = sorted(
             (config for config in kept if config != ladder),
             key=lambda config: knobs_apart(config, ladder),
@@ -53,7 +56,8 @@ class Explorer:
         self._first = list(dict.fromkeys((*_cover(near, ladder), *first)))
         drawn = [config for config in near if config not in set(self._first)]
         random.Random(seed).shuffle(drawn)
-        self._left = dict.fromkeys((*self._first, *drawn))
+        foremost = [config for config in near if config == known]
+        self._left = dict.fromkeys((*foremost, *self._first, *drawn))
 
     def __len__(self) -> int:
         return len(self._left)
@@ -90,8 +94,8 @@ def one_factor(problem: Problem, device: DeviceSpec, base: Config) -> Iterator[t
     """(change, config) with one knob of ``base`` changed, over all values that the space knows.
 
     A change reads "block=512". What cannot stay as it was beside it goes with it: a path takes the
-    ring knobs it wants, a ring by lanes loses policy and pace. A config may still not fit:
-    :func:`.space.reject_reason` says.
+    ring knobs it wants, two_pass its own finish, a ring by lanes loses policy and pace. A config
+    may still not fit: :func:`.space.reject_reason` says.
     """
     known = [base, *enumerate_configs(problem, device).kept]
     for name in KNOBS:
@@ -114,5 +118,6 @@ def _on_path(problem: Problem, device: DeviceSpec, base: Config, path: Path) -> 
     single = problem.op == "forward" and path in ("registers", "two_pass")
     return replace(
         base, path=path, stages=3 * ring, bulk=ring and device.arch == "sm_90" and base.vec == 16,
-        reread=False, paced=False, programs=0 if single else base.programs or 2,
+        reread=False, paced=False, finish="kernel" if path == "two_pass" else base.finish,
+        programs=0 if single else base.programs or 2,
     )  # fmt: skip

@@ -31,6 +31,11 @@ class Effort:
     cold: Limits
     steady: Limits
 
+    @property
+    def tries_all(self) -> bool:
+        """Whether all of a space is to be tried: it has no budget of its own."""
+        return all(map(math.isinf, self.budget_s.values()))
+
 
 #: On an H200 with 16 cores a round of 32 takes about a second forward, two backward.
 QUICK = Effort(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RmsnormRawError(Exception):
     """Base class of everything this package raises on purpose."""
@@ -24,6 +26,10 @@ class InvalidConfig(RmsnormRawError, ValueError):
         self.slug = slug
         self.reason = reason
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by what it was made of, and not by its message."""
+        return type(self), (self.slug, self.reason), vars(self)
+
 
 class BackendUnavailable(RmsnormRawError, RuntimeError):
     """A backend was asked for that this machine cannot run; the message names what to install."""
@@ -35,6 +41,7 @@ class CompileError(RmsnormRawError, RuntimeError):
     Attributes:
         slug: the config's slug ("" for sources that have none, such as the probes).
         log: the compiler's own words, unshortened.
+        next_step: what to do about it.
     """
 
     def __init__(self, slug: str, log: str, next_step: str) -> None:
@@ -42,6 +49,11 @@ class CompileError(RmsnormRawError, RuntimeError):
         super().__init__(f"{head}\n{log.rstrip()}\n{next_step}")
         self.slug = slug
         self.log = log
+        self.next_step = next_step
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by what it was made of, and not by its message."""
+        return type(self), (self.slug, self.log, self.next_step), vars(self)
 
 
 class LaunchError(RmsnormRawError, RuntimeError):

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 from rmsnorm_raw import check, clones, launch, measure, module, source
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.errors import CompileError, LaunchError
+from rmsnorm_raw.errors import CompileError, LaunchError, RmsnormRawError, WrongResult
 from rmsnorm_raw.measure import Limits, Regime, Samples
 from rmsnorm_raw.problem import Problem
 
@@ -38,6 +38,12 @@ class Fault:
 
     kind: Kind
     message: str
+
+    @property
+    def brief(self) -> str:
+        """The kind, and the first line of the message."""
+        first_line = self.message.partition("\n")[0]
+        return f"{self.kind}: {first_line}"
 
 
 Begun = Callable[[Config], None]
@@ -229,3 +235,14 @@ class Lab:
 
 class Unhealthy(Exception):
     """A kernel has failed, and with it everything that this process asks of the device."""
+
+
+class SearchFailed(RmsnormRawError, RuntimeError):
+    """The ladder's own config fails, so there is nothing to hold a candidate against."""
+
+
+def ladder_failed(config: Config, fault: Fault) -> Exception:
+    """What to raise where the ladder's own config fails."""
+    message = f"the ladder's config {config.slug!r} ({fault.kind}): {fault.message}"
+    kinds: dict[str, type[Exception]] = {"memory": MemoryError, "correctness": WrongResult}
+    return kinds.get(fault.kind, SearchFailed)(message)

@@ -74,6 +74,7 @@ def _build(problem: Problem, config: Config, where: Device) -> module.Binary:
     return module.build(source, backend)
 
 
+@functools.cache
 def _backend(device: Device) -> Backend:
     if device.kind == "cpu":
         return get_backend("cpu")
@@ -93,10 +94,10 @@ def serving(built: Ready, problem: Problem, alignment_bytes: int, where: Device)
             f"the kernel is built for {_what_differs(built.problem, found)}, and the arrays are of "
             f"{_what_differs(found, built.problem)}"
         )
-    if where.kind != built.binary.backend.name:
-        raise InvalidInput(
-            f"the kernel is built for {built.binary.backend.name}, and the arrays are on {where}"
-        )
+    backend = built.binary.backend
+    if (where.kind, where.index) != (backend.name, backend.index):
+        here = backend.name if backend.device.simulated else f"{backend.name}:{backend.index}"
+        raise InvalidInput(f"the kernel is built for {here}, and the arrays are on {where}")
     return built
 
 

@@ -161,12 +161,14 @@ def _entry(entry: dict[str, Any]) -> tuple[Key, Record]:
     if key.keys() != {field.name for field in fields(Key)}:
         raise ValueError("the key has other fields")
     first, last = key.pop("ladder")
+    known = Key(**key, ladder=(first, last))
+    known.problem  # noqa: B018 - raises InvalidInput, a ValueError, where there is no such problem
     samples = {
         regime: {name: tuple(times) for name, times in sides.items()}
         for regime, sides in found.pop("samples").items()
     }
     config = Config.parse(found.pop("config"))
-    return Key(**key, ladder=(first, last)), Record(config=config, samples=samples, **found)
+    return known, Record(config=config, samples=samples, **found)
 
 
 def sha256(content: object) -> str:

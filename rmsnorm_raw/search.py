@@ -19,8 +19,8 @@ from rmsnorm_raw import candidates, clones, ladder, launch, space, stats, store
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.effort import Effort
-from rmsnorm_raw.errors import RmsnormRawError, WrongResult
-from rmsnorm_raw.lab import Fault, Steps
+from rmsnorm_raw.lab import Fault, Steps, ladder_failed
+from rmsnorm_raw.lab import SearchFailed as SearchFailed
 from rmsnorm_raw.measure import EVICTED_CACHES, Limits, Regime
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Comparison
@@ -89,10 +89,6 @@ class Final:
         return f"{where} is {self.worse}"
 
 
-class SearchFailed(RmsnormRawError, RuntimeError):
-    """The ladder's own config fails, so there is nothing to hold a candidate against."""
-
-
 class Search:
     """One search; what is known so far is in its attributes at any time, also after an interrupt.
 
@@ -108,6 +104,8 @@ class Search:
         faults: what was wrong with each config that failed.
         finals: what was played, in order.
         skipped: ends of the bucket that were not tried, each with the reason.
+        finished: whether it ended by itself: with something timed, or nothing to time, and no
+            finals cut short by the budget, nor exploring by a smaller one than the effort's.
     """
 
     def __init__(
@@ -118,6 +116,7 @@ class Search:
         effort: Effort,
         *,
         budget_s: float | None = None,
+        known: Config | None = None,
         clock: Callable[[], float] = monotonic,
         progress: Callable[[str], None] = lambda what: None,
     ) -> None:
@@ -131,6 +130,9 @@ class Search:
         self.standings: dict[Config, Comparison] = {}
         self.finals: list[Final] = []
         self.skipped: list[str] = []
+        self.finished = False
+        self._known = known
+        self._cut_short = False
         self._clock, self._progress = clock, progress
         self._began = clock()
         own_s = math.inf if device.simulated else effort.budget_s[problem.op]
@@ -147,13 +149,20 @@ class Search:
     def _left_s(self) -> float:
         return self._budget_s - self.took_s
 
+    def _out_of_time(self) -> bool:
+        """Whether the budget is spent, so that what asks is left out."""
+        spent = self._left_s <= 0
+        self._cut_short |= spent
+        return spent
+
     def run(self) -> None:
-        """Search, and leave the findings in the attributes.
+        """Search, and leave the findings in the attributes; the budget begins here.
 
         Raises:
             SearchFailed: the ladder's config does not compile, run or pass the gate.
             MemoryError: the problem's tensors do not fit the device.
         """
+        self._began = self._clock()
         self._explore()
         if self.pool and not self.tried:
             self.why = (
@@ -164,12 +173,13 @@ class Search:
             self.why = "simulated times say nothing about speed, so the ladder stays"
         elif finalists := self._halve():
             self._play(finalists)
+        self.finished = not self._cut_short and bool(self.standings or not self.pool)
 
     # ---- exploring -------------------------------------------------------------------------------
 
     def _explore(self) -> None:
         kept = self.pool = self._enumerate()
-        explorer = candidates.Explorer(kept, self.ladder)
+        explorer = candidates.Explorer(kept, self.ladder, known=self._known)
         if self.device.simulated:
             for configs in ([self.ladder], explorer.take(SIMULATED_CANDIDATES)):
                 self._progress(f"build and gate {len(configs)}, of {1 + len(kept)} configs")
@@ -183,6 +193,8 @@ class Search:
             self._progress(f"{self.tried} of {len(kept)} candidates gated")
             now = self._clock()
             if now + (now - began) > until:
+                less = self._budget_s < self.effort.budget_s[self.problem.op]
+                self._cut_short = less and bool(len(explorer) or now > until)
                 return
             leaders = sorted(self.standings, key=lambda c: -self.standings[c].ratio)[:LEADERS]
             configs = explorer.take(self.effort.round, leaders)
@@ -286,13 +298,16 @@ class Search:
         leading = self._promising(self.standings)
         for contenders, samples in self.effort.halvings:
             leading = leading[:contenders]
-            if leading and self._left_s > 0:
+            if leading and not self._out_of_time():
                 self._progress(f"the best {len(leading)} again")
                 self._screen(self.problem, leading, samples)
                 leading = self._promising(leading)
         if not leading:
             self.why = f"none of {tried} candidates is faster than the ladder by {NOISE_PCT:g} %"
-        return leading[: self.effort.finalists]
+        finalists = leading[: self.effort.finalists]
+        if self.effort.tries_all:
+            finalists += [c for c in self.standings if c == self._known and c not in finalists]
+        return finalists
 
     def _promising(self, configs: Iterable[Config]) -> list[Config]:
         """Those that may be FASTER by their latest comparison, the fastest first."""
@@ -327,7 +342,7 @@ class Search:
             if too_large := self._too_large(problem, (base, config)):
                 self.skipped.append(too_large)
                 continue
-            if self._left_s <= 0:
+            if self._out_of_time():
                 return f"did not finish: the budget of {self._budget_s:g} s is spent"
             for step in (self.steps.gate, self.steps.try_out):
                 for each, fault in step(problem, [base, config]).items():
@@ -344,7 +359,7 @@ class Search:
 
     def _game(self, problem: Problem, base: Config, config: Config, regime: Regime) -> str:
         """Both orders at some rows in one regime: why the candidate lost, or ""."""
-        if self._left_s <= 0:
+        if self._out_of_time():
             return f"did not finish: the budget of {self._budget_s:g} s is spent"
         limits = self.effort.cold if regime == "cold" else self.effort.steady
         first = self.steps.time(problem, [base, config], regime, limits)
@@ -380,10 +395,3 @@ class Search:
             f"{problem.rows} rows skipped: they want {need / 1e9:.1f} GB and the device has "
             f"{device.memory_bytes / 1e9:.1f}"
         )
-
-
-def ladder_failed(config: Config, fault: Fault) -> Exception:
-    """What to raise where the ladder's own config fails."""
-    message = f"the ladder's config {config.slug!r} ({fault.kind}): {fault.message}"
-    kinds: dict[str, type[Exception]] = {"memory": MemoryError, "correctness": WrongResult}
-    return kinds.get(fault.kind, SearchFailed)(message)

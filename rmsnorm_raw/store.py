@@ -15,8 +15,10 @@ warning; one of another schema is left alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
+import stat
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -277,9 +279,20 @@ def _lock() -> AbstractContextManager[object]:
     return FileLock(folder() / ".lock", timeout=LOCK_TIMEOUT_S)
 
 
+def _content(path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or the like, whose end may never come.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return path.read_bytes()
+
+
 def _read(path: Path) -> dict[Key, Record]:
     try:
-        return parse(path.read_bytes())
+        return parse(_content(path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
@@ -293,7 +306,7 @@ def _set_aside(path: Path) -> dict[Key, Record]:
     """Rename a damaged file, unless another process has by now set it aside or written it anew."""
     try:
         with _lock():
-            data = path.read_bytes()
+            data = _content(path)
             try:
                 return parse(data)
             except Damaged as damage:
@@ -310,9 +323,14 @@ def _set_aside(path: Path) -> dict[Key, Record]:
 def _readable() -> list[tuple[Key, Record]]:
     """All records of the user's cache that read, of whatever device; nothing is set aside."""
     found: list[tuple[Key, Record]] = []
-    for path in sorted(folder().glob("*/*.json")):
+    try:
+        paths = sorted(folder().glob("*/*.json"))
+    except OSError as error:
+        _warn(f"{folder()} cannot be read ({error}): its records are left alone")
+        return found
+    for path in paths:
         with contextlib.suppress(OSError, Damaged):
-            found += parse(path.read_bytes()).items()
+            found += parse(_content(path)).items()
     return found
 
 
@@ -338,7 +356,7 @@ def _for_package(key: Key) -> Key:
 def _known_best(arch: str) -> dict[Key, Record]:
     path = KNOWN_BEST / f"{arch}.json"
     try:
-        return parse(path.read_bytes())
+        return parse(_content(path))
     except FileNotFoundError:
         return {}
     except (OSError, Damaged) as error:

@@ -5,7 +5,8 @@
 
 A search that has been made is not made again: its record is found, whether a candidate has won or
 the ladder's config stays. Records are kept of times on a GPU alone, and not of a search that was
-interrupted, or whose budget ended before it had timed anything.
+interrupted, or that a budget cut short; a winner found by then is kept, as of a quick search, where
+none was known. The winner known so far is tried first, and is among the finalists of a full search.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from rmsnorm_raw import environment, ladder, store
 from rmsnorm_raw.backends import Backend, get_backend
+from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import InvalidInput
@@ -119,8 +121,7 @@ class Decision:
             counts = ", ".join(shown)
             yield f"{counts}; {self.effort}, {self.took_s:.1f} s"
         for config, fault in itertools.islice(self.faults.items(), SHOWN):
-            first_line = fault.message.partition("\n")[0]
-            yield f"{config.slug}: {fault.kind}: {first_line}"
+            yield f"{config.slug}: {fault.brief}"
         unit = "simulated " if self.simulated else ""
         if self.standings:
             table = Table("candidate", f"{unit}cold, beside the ladder's {self.ladder.slug}")
@@ -186,6 +187,7 @@ def tune(
 
     Raises:
         InvalidInput: see :func:`require_tunable`.
+        BackendUnavailable: the backend is of a device that is not here.
         InvalidConfig: nothing fits the problem.
         SearchFailed: the ladder's config does not compile or run.
         WrongResult: it fails the gate.
@@ -200,34 +202,42 @@ def tune(
         base = ladder.default_config(problem, where.device)
         why = f"no search: {origin}"
         return Decision(problem, where.device.name, config, base, why, origin, effort)
+    if isinstance(where, OfflineBackend):
+        where.refuse()
     simulated = where.device.simulated
     key = None if simulated else store.key(problem, where)
     found = store.lookup(key) if key is not None and resume else None
     if found is not None and _rank(found.effort) >= _rank(effort):
         return _recorded(problem, where, found)
+    known = None if key is None else _winner(problem, where)
     interrupted = False
     with contextlib.ExitStack() as stack:
         if steps is None:
             steps = stack.enter_context(Worker.on(where))
-        steps.start()
-        search = Search(problem, where.device, steps, asked, budget_s=budget_s, progress=progress)
+        search = Search(
+            problem, where.device, steps, asked, budget_s=budget_s, known=known, progress=progress
+        )
         try:
+            steps.start()
             search.run()
         except KeyboardInterrupt:
             interrupted = True
             search.why = f"interrupted; {search.why}"
     decision = _decided(search, effort, interrupted)
-    if key is not None and not interrupted and (decision.standings or not search.pool):
+    if key is not None and (search.finished or (decision.tuned and known is None)):
         config = decision.config if decision.tuned else _stays(problem, where)
         record = store.Record(
-            config, decision.why, decision.samples, decision.counts, environment_digest(), effort
-        )
+            config, decision.why, decision.samples, decision.counts, environment_digest(),
+            effort if search.finished else "quick",
+        )  # fmt: skip
         store.save(key, record)
     return decision
 
 
 def require_tunable(problem: Problem, effort: str, budget_s: float | None) -> None:
     """Raises InvalidInput, with what to give, where :func:`tune` has nothing to begin with."""
+    if isinstance(getattr(problem, "problem", None), Problem):
+        raise InvalidInput("tune takes a problem: pass kernel.problem; edited text is not searched")
     require_problem(problem)
     if effort not in EFFORTS:
         raise InvalidInput(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
@@ -235,6 +245,12 @@ def require_tunable(problem: Problem, effort: str, budget_s: float | None) -> No
         raise InvalidInput(f"a budget of {budget_s!r} s: give seconds above 0, or None")
     if not (problem.rows and problem.cols) or not (problem.need_dx or problem.need_dweight):
         raise InvalidInput(f"{problem} launches nothing: there is nothing to tune")
+
+
+def _winner(problem: Problem, backend: Backend) -> Config | None:
+    """What an earlier search found, the user's or the package's; None where it was the ladder's."""
+    config, origin = store.resolve(problem, backend)
+    return None if origin == "ladder" else config
 
 
 def _stays(problem: Problem, backend: Backend) -> Config:

@@ -5,6 +5,9 @@ context), and one that never ends takes its process with it. So the lab works in
 each config as it begins and as it ends. Where the child dies, or gives no sign of life for too
 long, the config that had begun is to blame; a new child goes on with those that are left. One child
 serves many searches, for its start costs seconds. The caller's own context is never touched.
+
+A child has the parent's ``sys.path`` and says which kernels that made it import, for what it times
+is recorded as the parent's. It ends with its parent, and its compilers end with it.
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ import contextlib
 import math
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 from rmsnorm_raw.backends import Backend, get_backend
 from rmsnorm_raw.backends.cupy_backend import backend_of_device
@@ -30,7 +36,9 @@ from rmsnorm_raw.errors import RmsnormRawError
 from rmsnorm_raw.gate import DeviceEngine
 from rmsnorm_raw.lab import Fault, Lab, Unhealthy
 from rmsnorm_raw.measure import Limits, Regime, Samples
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.problem import Op, Problem
+from rmsnorm_raw.records import sha256
+from rmsnorm_raw.source import whole_text
 
 #: without a sign of life for longer, a child hangs. The longest honest silence on a GPU is one
 #: compilation among many, or one timing; the simulator gates a wide row in minutes
@@ -39,6 +47,7 @@ LIMIT_S, SIMULATOR_LIMIT_S = 30.0, 900.0
 START_S = 180.0
 UNHEALTHY_EXIT = 3
 QUOTED = 2000  # characters of what a child printed before its end
+PARENT_CHECK_S = 1.0
 
 
 class WorkerLost(RmsnormRawError, RuntimeError):
@@ -74,7 +83,7 @@ class Worker:
     def on(cls, backend: Backend) -> Worker:
         """A worker on the same device as a backend of this process."""
         simulated = backend.device.simulated
-        where = _Where(backend.name, getattr(backend, "index", 0), backend.device.wave)
+        where = _Where(backend.name, backend.index, backend.device.wave)
         return cls(where, SIMULATOR_LIMIT_S if simulated else LIMIT_S)
 
     def __enter__(self) -> Worker:
@@ -93,9 +102,11 @@ class Worker:
             self._start()
 
     def close(self) -> None:
-        """End the child."""
+        """End the child, and the compilers that it runs: they are the group it leads."""
         if self._process is not None:
-            self._process.kill()
+            # none is left, or (macOS says so) only zombies
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
                 self._process.wait(10)
             self._process = None
@@ -189,29 +200,49 @@ class Worker:
 
     def _start(self) -> Connection[Any, Any]:
         ours, theirs = multiprocessing.Pipe()
-        folders = [folder or os.getcwd() for folder in sys.path]
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the child
-        code = f"from rmsnorm_raw.worker import serve; serve({theirs.fileno()})"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._printed,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
-            start_new_session=True,  # Ctrl-C is the parent's to handle
-        )
-        theirs.close()
         self._connection = ours
         try:
-            ours.send(self._open_lab)
-            word, *said = ours.recv() if ours.poll(START_S) else ("silent", "")
-        except (EOFError, ConnectionError):
-            word, said = "dead", [self._obituary()]
-        if word != "ready":
+            with theirs:
+                self._process = self._spawn(theirs.fileno())
+            try:
+                ours.send(self._open_lab)
+                word, *said = ours.recv() if ours.poll(START_S) else ("silent", "")
+            except (EOFError, ConnectionError):
+                word, said = "dead", [self._obituary()]
+            if word != "ready":
+                raise WorkerLost(f"the worker does not start ({word}): {said[0]}")
+            if said != [*_kernels()]:
+                raise WorkerLost(
+                    f"the worker has other kernels, of {said[0]}, than this process has of "
+                    f"{_kernels()[0]}: start Python anew if these were changed since, and look at "
+                    "sys.path if they are of two checkouts"
+                )
+        except BaseException:
             self.close()
-            raise WorkerLost(f"the worker does not start ({word}): {said[0]}")
+            raise
         return ours
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        folders = [folder or os.getcwd() for folder in sys.path if isinstance(folder, str)]
+        code = (
+            f"import sys; sys.path[:] = {folders!r}; "
+            f"from rmsnorm_raw.worker import serve; serve({descriptor}, {os.getpid()})"
+        )
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the child
+        try:
+            return subprocess.Popen(
+                [sys.executable or "", "-c", code],
+                pass_fds=[descriptor],
+                stdin=subprocess.DEVNULL,
+                stdout=self._printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        except OSError as error:
+            raise WorkerLost(
+                f"the worker does not start: sys.executable is {sys.executable!r} ({error}), and "
+                "should be the Python that this process runs"
+            ) from error
 
     def _obituary(self) -> str:
         process, printed = self._process, self._printed
@@ -244,8 +275,21 @@ class _Where:
         return Lab(backend)
 
 
-def serve(descriptor: int) -> None:
-    """The child: does step after step, until the parent hangs up."""
+def _kernels() -> tuple[str, str]:
+    """(the folder of this package, the digest of its kernels' text)."""
+    return str(Path(__file__).resolve().parent), sha256([whole_text(op) for op in get_args(Op)])
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and its group, soon after its parent: a kernel that hangs hears nothing."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK_S)
+    os.killpg(0, signal.SIGKILL)
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """The child, leader of its group: does step after step, until the parent hangs up or ends."""
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection: Connection[Any, Any] = Connection(descriptor)
     lock = threading.Lock()  # compilations begin on threads of their own
 
@@ -254,7 +298,7 @@ def serve(descriptor: int) -> None:
             connection.send(message)
 
     lab = connection.recv()()
-    say("ready")
+    say("ready", *_kernels())
     while True:
         try:
             step, args = connection.recv()

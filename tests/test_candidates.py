@@ -40,6 +40,9 @@ def test_one_factor_changes_one_knob_and_what_must_go_with_it() -> None:
         base, path="registers", stages=0, bulk=False, paced=False
     )
     assert walk["bulk=False"] == replace(base, bulk=False, paced=False, load_policy="default")
+    assert base.finish == "early"
+    assert walk["path=two_pass"].finish == "kernel"
+    assert space.reject_reason(problem, H200, walk["path=two_pass"]) is None
     assert base not in walk.values()
     assert not any(change.startswith("stages=0") for change in walk)
 

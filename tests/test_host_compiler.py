@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,6 +108,27 @@ def test_builders_at_the_same_time(counted: tuple[tuple[str, ...], Path], cache:
     assert len(set(built)) == 1
     (entry,) = (cache / "simulator").iterdir()  # and no scratch folder is left
     assert [path.stem for path in entry.iterdir()] == [built[0].digest]
+
+
+def test_what_a_killed_build_left_is_removed_and_a_running_ones_is_not(cache: Path) -> None:
+    killed, running = cache / "simulator" / "tmpkilled", cache / "simulator" / "tmprunning"
+    for scratch in (killed, running):
+        scratch.mkdir(parents=True)
+        (scratch / "unit.cpp").write_text(UNIT)
+    long_ago = time.time() - 2 * host_compiler.STALE_S
+    os.utime(killed, (long_ago, long_ago))
+    build(UNIT, compilers()[0], "")
+    assert not killed.exists()
+    assert (running / "unit.cpp").exists()
+
+
+def test_a_compilers_own_files_lie_in_the_scratch_folder(tmp_path: Path, cache: Path) -> None:
+    script, seen = tmp_path / "compiler", tmp_path / "seen"
+    real = " ".join(compilers()[0])
+    script.write_text(f'#!/bin/sh\necho "$TMPDIR" > {seen}\nexec {real} "$@"\n')
+    script.chmod(0o755)
+    build(UNIT, (str(script),), "")
+    assert Path(seen.read_text().strip()).parent == cache / "simulator"
 
 
 def test_a_refused_text_leaves_nothing(cache: Path) -> None:

@@ -642,6 +642,7 @@ def test_without_a_backend_the_message_passes_through(monkeypatch: pytest.Monkey
         raise BackendUnavailable("install a compiler")
 
     ready.prepare.cache_clear()
+    ready._backend.cache_clear()
     monkeypatch.setattr(ready, "get_backend", unavailable)
     with pytest.raises(BackendUnavailable, match="install a compiler"):
         rmsnorm_fwd(X, W)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from virtual_gpu import VirtualGpu
 
 import rmsnorm_raw as rr
 from rmsnorm_raw import ladder, launch, store
-from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.errors import InvalidConfig
+from rmsnorm_raw.backends import Backend, cpu, host_compiler
+from rmsnorm_raw.errors import InvalidConfig, InvalidInput
 from rmsnorm_raw.interop import Device
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.ready import prepare
+from rmsnorm_raw.ready import prepare, serving
 
 CPU = Device("cpu", 0)
 PROBLEM = Problem.forward(5, 256, "fp32")
@@ -84,6 +86,28 @@ def test_other_rows_of_the_bucket_and_other_alignments(cpu64: Backend) -> None:
         problem = Problem.forward(rows, 256, "fp32")
         assert prepare(problem, alignment, None, CPU).config == want
     assert prepare(PROBLEM, 4, None, CPU).config.vec == 4
+
+
+def test_a_kernel_of_one_device_takes_no_arrays_of_another(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = prepare(PROBLEM, 16, None, CPU)
+    assert serving(built, PROBLEM, 16, CPU) is built
+    gpu = VirtualGpu()
+    monkeypatch.setattr(gpu, "name", "cuda")
+    built = built._replace(binary=replace(built.binary, backend=gpu))
+    assert serving(built, PROBLEM, 16, Device("cuda", 0)) is built
+    with pytest.raises(InvalidInput, match="built for cuda:0, and the arrays are on cuda:1"):
+        serving(built, PROBLEM, 16, Device("cuda", 1))
+
+
+def test_another_number_of_rows_looks_for_no_compiler(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(PROBLEM, 16, None, CPU)
+    monkeypatch.setattr(host_compiler, "compilers", None)
+    monkeypatch.setattr(cpu, "compilers", None)
+    assert prepare(replace(PROBLEM, rows=6), 16, None, CPU).problem.rows == 6
 
 
 def test_the_scratch_of_a_tuned_config_is_its_own(cpu64: Backend) -> None:

@@ -101,6 +101,31 @@ def test_where_no_clones_exceed_the_cache_cold_decides() -> None:
     assert {final.regime for final in search.finals} == {"cold"}
 
 
+@pytest.mark.parametrize("known", [None, GOOD], ids=["unknown", "known"])
+def test_the_winner_known_so_far_is_among_the_finalists_of_a_full_search(
+    known: Config | None,
+) -> None:
+    """More candidates than a search has finalists are the fastest cold, and lose in steady."""
+    one_sided = {config.slug for config in KEPT[: FULL.finalists + 1]} - {GOOD.slug}
+
+    def time_us(problem: Problem, config: Config, regime: Regime) -> float:
+        fast = config.slug in one_sided and regime == "cold"
+        return 50.0 if fast else times(**{GOOD.slug: 90.0})(problem, config, regime)
+
+    steps = FakeSteps(time_us)
+    search = Search(PROBLEM, H200, steps, FULL, clock=steps.clock, known=known)
+    search.run()
+    assert search.config == (known or LADDER)
+    assert search.finished
+
+
+def test_the_winner_known_so_far_is_tried_first() -> None:
+    steps = FakeSteps(times())
+    Search(PROBLEM, H200, steps, QUICK, clock=steps.clock, known=KEPT[-1]).run()
+    assert steps.asked("compile")[0][:2] == [LADDER.slug, KEPT[-1].slug]
+    assert steps.asked("compile")[0].count(KEPT[-1].slug) == 1
+
+
 # ---- who must not --------------------------------------------------------------------------------
 
 
@@ -234,6 +259,7 @@ def test_a_budget_that_ends_before_the_finals_leaves_the_ladder(budget_s: float)
     assert search.config == LADDER
     assert "budget" in search.why
     assert search.took_s < budget_s + 35 * 0.2
+    assert not search.finished
 
 
 def test_full_effort_tries_the_whole_space() -> None:

@@ -494,6 +494,38 @@ def test_a_folder_in_a_files_place_is_named() -> None:
         assert save(key(FORWARD, gpu()), record()) is None
 
 
+def test_a_pipe_in_a_files_place_is_not_waited_for() -> None:
+    path = written(b"")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.warns(StoreWarning, match="cannot be read.*no regular file"):
+        assert resolve(FORWARD, gpu()) == ladders(FORWARD, gpu())
+    assert store.applying(gpu()) == {}
+    assert "0 of 0 apply" in store.check(gpu()).found
+
+
+def test_a_record_of_a_problem_that_there_is_not_is_no_record(cache: Path) -> None:
+    save(key(FORWARD, gpu()), record())
+    unknown = replace(key(FORWARD, gpu()), dtype="float8_e4m3")
+    text = document([(unknown, record())])  # with the checksum that belongs to it
+    with pytest.raises(records.Damaged, match="float8_e4m3"):
+        records.parse(text.encode())
+    (cache / "tuned" / "sm_90" / "unknown.json").write_text(text)
+    assert store.applying(gpu()).keys() == {key(FORWARD, gpu())}
+    assert "1 of 1 apply" in store.check(gpu()).found
+
+
+def test_a_folder_that_cannot_be_listed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: Path, pattern: str) -> Any:
+        raise OSError(errno.EIO, "planted")
+
+    monkeypatch.setattr(Path, "glob", failing)
+    with pytest.warns(StoreWarning, match=r"cannot be read \(.*planted"):
+        assert store.applying(gpu()) == {}
+    with pytest.warns(StoreWarning):
+        assert "0 of 0 apply" in store.check(gpu()).found
+
+
 # ---- a cache that cannot be written ------------------------------------------------------------
 
 

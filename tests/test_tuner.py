@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 from planted_lab import FakeSteps, PlantedLab
-from test_search import BEST, GOOD, H200, LADDER, PROBLEM, times
+from test_search import BEST, GOOD, H200, KEPT, LADDER, PROBLEM, times
 from virtual_gpu import VirtualGpu
 
 import rmsnorm_raw as rr
 from rmsnorm_raw import ladder, store, tuner
 from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Outcome
 from rmsnorm_raw.worker import Worker
@@ -121,6 +123,16 @@ def test_wrong_arguments_are_refused() -> None:
             tuned(faster(), nothing)
 
 
+def test_what_cannot_be_searched_is_refused_before_a_worker_starts(cpu64: Backend) -> None:
+    steps = faster()
+    with pytest.raises(BackendUnavailable, match="without a device"):
+        rr.tune(PROBLEM, backend=OfflineBackend("gfx950"), steps=steps)
+    kernel = rr.build(SMALL, backend=cpu64)
+    with pytest.raises(InvalidInput, match=r"pass kernel\.problem; edited text is not searched"):
+        tuned(steps, kernel)  # type: ignore[arg-type]
+    assert (steps.starts, steps.log) == (0, [])
+
+
 # ---- records -------------------------------------------------------------------------------------
 
 
@@ -174,6 +186,53 @@ def test_a_search_that_timed_nothing_leaves_no_record() -> None:
     assert store.lookup(store.key(PROBLEM, GPU)) is None
 
 
+AT_ONCE_S = 1e-9  # a budget that ends in the first round
+
+
+def test_a_search_whose_finals_were_cut_short_leaves_no_record() -> None:
+    assert "did not finish" in tuned(faster(), budget_s=AT_ONCE_S).why
+    assert store.lookup(store.key(PROBLEM, GPU)) is None
+    steps = faster()
+    assert tuned(steps).config == GOOD
+    assert steps.log
+
+
+@pytest.mark.parametrize("origin", ["tuned", "known best"])
+def test_a_search_that_was_cut_short_takes_no_winners_place(
+    origin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned(faster())
+    if origin == "known best":
+        key = store.key(PROBLEM, GPU)
+        record = store.lookup(key)
+        assert record
+        store.export([(key, record)], tmp_path / f"{GPU.device.arch}.json")
+        shutil.rmtree(store.folder())
+        monkeypatch.setattr(store, "KNOWN_BEST", tmp_path)
+        store.forget()
+    for us in (80.0, 130.0):
+        for effort in ("quick", "full"):
+            steps = FakeSteps(times(**{BEST.slug: us}))
+            tuned(steps, effort=effort, budget_s=AT_ONCE_S, resume=False)
+            assert store.resolve(PROBLEM, GPU) == (GOOD, origin)
+    steps = faster()
+    tuned(steps, effort="full")
+    assert steps.log  # none of these stands in the way of a whole one
+
+
+def test_a_full_search_that_did_not_try_all_counts_as_quick(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = replace(faster(), cost_s=0.01)
+    monkeypatch.setattr(tuner, "Search", partial(tuner.Search, clock=steps.clock))
+    decision = tuned(steps, effort="full", budget_s=10.0)
+    assert decision.config == GOOD
+    assert len(decision.standings) < len(KEPT)
+    record = store.lookup(store.key(PROBLEM, GPU))
+    assert record
+    assert (record.config, record.effort) == (GOOD, "quick")
+
+
 def test_no_effort_gives_what_is_known_and_asks_nothing() -> None:
     steps = FakeSteps(times())
     assert tuned(steps, effort="none").origin == "ladder"
@@ -199,6 +258,19 @@ def test_an_interrupt_keeps_what_is_known(interrupt: tuple[str, int]) -> None:
     assert bool(decision.finals) == (interrupt[0] == "time steady")
     assert store.lookup(store.key(PROBLEM, GPU)) is None
     assert tuned(faster()).config == GOOD  # and the next search is made
+
+
+def test_an_interrupt_while_the_worker_starts_is_one_of_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    steps = faster()
+    monkeypatch.setattr(steps, "start", interrupted)
+    decision = tuned(steps)
+    assert decision.interrupted
+    assert (decision.config, steps.log) == (LADDER, [])
 
 
 def test_a_lost_finalist_is_in_the_table() -> None:

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 from planted_lab import FakeSteps
-from test_search import GOOD, H200, LADDER, PROBLEM, times
+from test_search import BEST, GOOD, H200, LADDER, PROBLEM, times
 from virtual_gpu import VirtualGpu
 
 import rmsnorm_raw as rr
@@ -75,6 +75,22 @@ def test_a_search_that_fails_costs_its_own_row_alone(tmp_path: Path) -> None:
     assert [row["verdict"] for row in table] == ["SearchFailed", "TUNED", "LADDER"]
     assert len(decisions) == 2
     assert any(line.startswith("SearchFailed: fwd 4096x1024") for line in tuning.summary(table))
+
+
+def test_the_configs_that_failed_are_named(tmp_path: Path) -> None:
+    failing = replace(
+        steps(), faults={("gate", BEST.slug): "correctness", ("compile", GOOD.slug): "compile"}
+    )
+    tuning.tune_all([PROBLEM], GPU, tmp_path, steps=failing)
+    (row,) = rows_of(tmp_path / "tune.csv")
+    assert sorted(row["faults"].split("; ")) == sorted(
+        [f"{BEST.slug}: correctness: planted", f"{GOOD.slug}: compile: planted"]
+    )
+
+
+def test_an_error_without_a_message_has_its_line() -> None:
+    row = dict.fromkeys(tuning.COLUMNS, "") | {"verdict": "MemoryError"}
+    assert any(line.startswith("MemoryError: ") for line in tuning.summary([row]))
 
 
 def test_an_interrupt_ends_the_run_and_keeps_the_records_so_far(tmp_path: Path) -> None:

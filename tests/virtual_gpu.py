@@ -28,6 +28,7 @@ class VirtualGpu:
     """
 
     name = "virtual"
+    index = 0
     toolchain = Toolchain("none", "")
 
     def __init__(

@@ -61,9 +61,13 @@ class Toolchain(NamedTuple):
 
 
 class Backend(Protocol):
-    """What every backend offers. Streams are integers: the raw handle, 0 for the default stream."""
+    """What every backend offers. Streams are integers: the raw handle, 0 for the default stream.
+
+    ``index`` is the device's among those that the name serves; 0 where there is one.
+    """
 
     name: str
+    index: int
     device: DeviceSpec
 
     @property

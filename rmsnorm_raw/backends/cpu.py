@@ -137,6 +137,7 @@ class CpuBackend:
                 raise BackendUnavailable(reason)
             compiler = compilers()[0]
         self.name = "cpu"
+        self.index = 0
         self.device = SIMULATED[wave]
         self.landing = landing
         self._order = order

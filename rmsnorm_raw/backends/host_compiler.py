@@ -6,6 +6,7 @@ how a launch of one is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +40,8 @@ _FLAGS = (
     "-fno-math-errno", "-g0", "-fdiagnostics-color=never", "-nostdlib",
 )  # fmt: skip
 _LIBRARIES = ("-lm", "-lc")
+#: a scratch folder this old is of a build that was killed; no build of a unit takes a minute
+STALE_S = 3600.0
 _SIMULATOR = ("simulator.h", "simulator_leaves.h", "simulator_barriers.h")
 
 
@@ -180,12 +184,14 @@ def build(unit: str, compiler: tuple[str, ...], slug: str) -> HostObject:
 
 def _compile(unit: str, command: tuple[str, ...], entry: Path, slug: str) -> HostObject:
     entry.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(entry.parent)
     with tempfile.TemporaryDirectory(dir=entry.parent) as scratch:
         Path(scratch, "unit.cpp").write_text(unit, encoding="utf-8")
         done = subprocess.run(
             command,
             cwd=scratch,
-            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": scratch},  # zig would keep a second copy
+            # zig would keep a second copy, and what a killed compiler leaves lies here
+            env={**os.environ, "ZIG_GLOBAL_CACHE_DIR": scratch, "TMPDIR": scratch},
             capture_output=True,
             text=True,
             errors="replace",
@@ -198,6 +204,14 @@ def _compile(unit: str, command: tuple[str, ...], entry: Path, slug: str) -> Hos
         entry.mkdir(exist_ok=True)
         path = built.replace(entry / f"{digest}.so")
     return HostObject(path, digest, done.stderr)
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what killed builds have left; another process may be building, or removing too."""
+    for scratch in folder.glob(f"{tempfile.gettempprefix()}*"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - scratch.stat().st_mtime > STALE_S:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _digest(path: Path) -> str:

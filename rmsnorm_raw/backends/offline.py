@@ -82,6 +82,8 @@ class OfflineCode(Code):
 class OfflineBackend:
     """The backend of a device that is not here: it compiles, and can do nothing else."""
 
+    index = 0
+
     def __init__(self, arch: str, libraries: Path | None = None) -> None:
         """Compile for ``arch``, one of :data:`ARCHITECTURES`; see :func:`compile_offline`.
 

@@ -35,10 +35,11 @@ REGIME_COLUMNS = tuple(
 INTERRUPTED = "INTERRUPTED"
 #: of tune.csv, as text. ``verdict`` is TUNED, LADDER, INTERRUPTED, or the name of the error that
 #: ended a search; ``origin`` says whether it was searched in this run. Ratios are the ladder's time
-#: over the winner's at m rows, both orders together, with their 95 % intervals
+#: over the winner's at m rows, both orders together, with their 95 % intervals. ``faults`` names
+#: what failed in this run's search, each as "config: kind: first line"
 COLUMNS = (
     "op", "m", "n", "act", "weight", "verdict", "config", "ladder", "origin", "effort", "took_s",
-    *KINDS, *REGIME_COLUMNS, "why",
+    *KINDS, *REGIME_COLUMNS, "why", "faults",
 )  # fmt: skip
 Row = dict[str, str]
 Progress = Callable[[int, int, str], None]
@@ -130,6 +131,7 @@ def decision_columns(decision: Decision) -> Row:
         "effort": decision.effort,
         "took_s": f"{decision.took_s:.2f}",
         "why": decision.why,
+        "faults": "; ".join(f"{c.slug}: {fault.brief}" for c, fault in decision.faults.items()),
     }
     row |= {kind: str(decision.counts[kind]) for kind in KINDS if kind in decision.counts}
     for regime, found in decision.comparisons.items():
@@ -170,7 +172,7 @@ def summary(rows: Sequence[Row], of: int | None = None, *, simulated: bool = Fal
     lines.append("configs: " + ", ".join(f"{count} {kind}" for kind, count in counted.items()))
     for row in ended:
         if row["verdict"] not in ("TUNED", "LADDER"):
-            first_line = row["why"].splitlines()[0]
+            first_line = row["why"].partition("\n")[0]
             name = f"{row['op']} {row['m']}x{row['n']} {row['act']}/{row['weight']}"
             lines.append(f"{row['verdict']}: {name}: {first_line} (the whole of it is in tune.csv)")
     return lines
