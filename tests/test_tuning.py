@@ -118,12 +118,11 @@ def test_an_interrupt_ends_the_run_and_keeps_the_records_so_far(tmp_path: Path) 
 def test_an_interrupt_outside_a_search_ends_the_run_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> None:
+    def interrupted(key: object) -> None:
         raise KeyboardInterrupt
 
-    asked = steps()
-    monkeypatch.setattr(asked, "start", interrupted)
-    table, decisions = tuning.tune_all(THREE, GPU, tmp_path, steps=asked)
+    monkeypatch.setattr(store, "lookup", interrupted)  # ahead of the search
+    table, decisions = tuning.tune_all(THREE, GPU, tmp_path, steps=steps())
     assert ([row["verdict"] for row in table], decisions) == (["INTERRUPTED"], [])
     on_cpu = tuning.summary(table, 3, simulated=True)
     assert on_cpu[0] == (
