@@ -1,8 +1,9 @@
 """The static gate: what a config promises, held against the machine code that AMD's compiler made.
 
 No device is needed, so this is the one proof of the gfx950 kernels that any machine can give. It
-reads registers, LDS and spills; each memory operation with the tensor that it goes to; how bf16 is
-rounded and lanes are added up; and replays the row loops that are to overlap (:mod:`.overlap`).
+reads registers, LDS and spills; each memory operation with the tensor that it goes to, and whether
+a row is moved again; how bf16 is rounded and lanes are added up; the fences between blocks
+(:mod:`.fences`); and replays the row loops that are to overlap (:mod:`.overlap`).
 :func:`gate` gives the faults of one config, :func:`inert_knobs` those of a set of configs whose
 code is too much alike.
 
@@ -17,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 
+from rmsnorm_raw.backends.fences import last_block_faults, word_faults
+from rmsnorm_raw.backends.flow import basic_blocks, natural_loops
 from rmsnorm_raw.backends.kernel_report import SIMDS, KernelReport
 from rmsnorm_raw.backends.offline import OfflineCode
 from rmsnorm_raw.backends.overlap import Ring, pingpong_faults, ring_faults
@@ -24,7 +27,14 @@ from rmsnorm_raw.backends.provenance import memory_arguments
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN, DeviceSpec
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.space import FINISH_BLOCK, chunks, elements, grid_programs, lds_bytes
+from rmsnorm_raw.space import (
+    FINISH_BLOCK,
+    TILE_CHUNKS,
+    chunks,
+    elements,
+    grid_programs,
+    lds_bytes,
+)
 
 #: the arguments of each kernel of ours, in its order
 ARGUMENTS = {
@@ -60,6 +70,8 @@ def gate(problem: Problem, config: Config, code: OfflineCode) -> list[str]:
         found = itertools.chain(
             _resources(problem, config, device, kernel),
             _traffic(problem, config, kernel),
+            _moved_again(problem, config, kernel),
+            _fences(problem, config, kernel),
             _arithmetic(problem, config, kernel),
             _overlap(problem, config, kernel),
         )
@@ -160,6 +172,63 @@ def _traffic(problem: Problem, config: Config, kernel: KernelReport) -> Iterator
         least = config.vec * (1 if config.path == "two_pass" else chunks(problem, config))
         if moved[tensor] < least:
             yield f"{moved[tensor]} bytes of {tensor} a lane in all, and a row has {least}"
+
+
+def _moved_again(problem: Problem, config: Config, kernel: KernelReport) -> Iterator[str]:
+    """Rows that are read or stored more often than the path says.
+
+    A path that keeps its rows moves one in an iteration of the row loop, ping-pong two, or one in a
+    kernel without a loop. What a program does once, before that loop or after it, is left out: a
+    ring's first rows and peeled iterations are there. Of `two_pass` the compiler unrolls as it
+    likes, and so bytes that are read are held against those that are stored; where none are, those
+    of x against those of dout.
+    """
+    goes_to = tensors(kernel)
+    row_tensors = _row_tensors(problem, kernel.name)
+    rows = {at: tensor for at, tensor in goes_to.items() if tensor in row_tensors}
+    parts = [kernel.asm]
+    if config.path != "two_pass":
+        blocks = basic_blocks(kernel.asm)
+        loops = [
+            tuple(one for each in body for one in blocks[each].instructions)
+            for body in natural_loops(blocks)
+        ]
+        parts = [part for part in loops if any(one.offset in rows for one in part)] or parts
+    moved: Counter[str] = Counter()
+    for one in itertools.chain.from_iterable(parts):
+        if one.access and one.offset in rows:
+            moved[rows[one.offset]] += one.access.size_bytes
+    for tensor, most in _most_moved(problem, config, kernel.name, moved).items():
+        if moved[tensor] > most:
+            how = "stored" if tensor in WRITTEN else "read"
+            yield f"{tensor} is {how} again: {moved[tensor]} bytes a lane, not {most}"
+
+
+def _most_moved(
+    problem: Problem, config: Config, kernel: str, moved: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes of each row tensor that a lane may move."""
+    row_tensors = _row_tensors(problem, kernel)
+    if config.path != "two_pass":
+        rows = 2 if config.path == "pingpong" else 1
+        return dict.fromkeys(row_tensors, rows * chunks(problem, config) * config.vec)
+    tile = min(TILE_CHUNKS, chunks(problem, config)) * config.vec  # of the first pass
+    if kernel == "rmsnorm_forward":
+        return {"x": moved["y"] + tile, "y": moved["x"] - tile}
+    if kernel == "rmsnorm_backward_rows":
+        return dict.fromkeys(row_tensors, tile)
+    if problem.need_dx:
+        return {"x": moved["dx"], "dout": moved["dx"], "dx": moved["x"]}
+    return {"x": moved["dout"], "dout": moved["x"]}
+
+
+def _fences(problem: Problem, config: Config, kernel: KernelReport) -> Iterator[str]:
+    """What blocks tell each other, past the caches of the dies that they run on."""
+    last_block = config.finish == "last_block" and problem.need_dweight
+    if kernel.name == "rmsnorm_backward" and last_block:
+        yield from last_block_faults(kernel, tensors(kernel), config.block // kernel.wave)
+    if kernel.name == "rmsnorm_forward" and config.blocks_per_row > 1:
+        yield from word_faults(kernel, tensors(kernel))
 
 
 def _row_tensors(problem: Problem, kernel: str) -> Iterable[str]:

@@ -200,6 +200,150 @@ def test_gfx942_rounds_by_hand_and_must(libraries: Path) -> None:
     check(FORWARD, "b256-reg", said, ((ROUNDED, TRUNCATED),), libraries, "gfx942")
 
 
+# ---- rows that are moved again -------------------------------------------------------------------
+
+FORGET = 'asm volatile("" ::: "memory");'
+KEPT = "store_row(first + slot, kept, sum_row(first + slot, kept, 0));"
+KEPT_AGAIN = f"""const float sum = sum_row(first + slot, kept, 0); {FORGET}
+  Row again; load_row(first + slot, again); store_row(first + slot, again, sum);"""
+BOTH = "store_row(row, x_kept, dout_kept, sum_row(given, x_kept, dout_kept, area));"
+BOTH_AGAIN = f"""const RowResult sum = sum_row(given, x_kept, dout_kept, area); {FORGET}
+    float g; Row x, d; load_row(row, g, x, d); store_row(row, x, d, sum);"""
+LOOP, UNROLLED = "\n    area ^= 1;", "\n  };"
+PINGPONG = "store_row(row, kept, sum_row(row, kept, area));"
+PINGPONG_AGAIN = f"""const float sum = sum_row(row, kept, area); {FORGET}
+    Row again; load_row(row, again); store_row(row, again, sum);"""
+RING_STORE, RING_REFILL = "store_row(row, kept, scale);", "if (!RR_BULK) ring.refill(row, step);"
+SQUARES = "add_squares(load_vector(x, x_row + (u64)at * RR_ELEMENTS), chain);"
+NORMALISED = "store_normalised(y, y_row + element, again, w, scale);"
+CHAINS = "chains.add(dout_part, load_vector(x, x_row + element), w);"
+COLUMN = "const XPack x_part = load_vector(x, (u64)(row * x_stride) + column);"
+COLUMN_AGAIN = f"""float all = 0.0f;
+    for (int e = 0; e < RR_ELEMENTS; ++e) all += x_part[e];
+    asm volatile("" ::"v"(all), "s"(x) : "memory");
+    {COLUMN.replace("x_part", "x_again")}"""
+DX = "if (NEED_DX) store_dx(dx, (u64)(row * dx_stride) + column, dout_part, x_part, w, result);"
+DW_ALONE = Problem.backward(32768, 8192, "bf16", need_dx=False, has_rstd=False)
+
+
+def twice(code: str, pointer: str) -> tuple[str, str]:
+    """The same once more; what the pointer goes to may have changed."""
+    return code, f'{{ {code} asm volatile("" ::"s"({pointer}) : "memory"); {code} }}'
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize(
+    ("problem", "slug", "edit", "said"),
+    [
+        (FORWARD, "b256-reg", (KEPT, KEPT_AGAIN), "x is read again: 128 .*, not 64"),
+        (BACKWARD, "b512-reg-p1", (BOTH + LOOP, BOTH_AGAIN + LOOP),
+         "dout is read again: 64 .*, not 32"),
+        (DW_ALONE, "b512-reg-p1", (BOTH + LOOP, BOTH_AGAIN + LOOP), "x is read again: 64 .* 32"),
+        (Problem.backward(32768, 1000, "bf16"), "b256-t64-reg-p2",  # a tail; several rows
+         (BOTH + LOOP, BOTH_AGAIN + LOOP), "x is read again: 48 .*, not 32"),
+        (FORWARD, "b256-pp-p2", (PINGPONG, PINGPONG_AGAIN), "x is read again: 256 .*, not 128"),
+        (BACKWARD, "b512-pp-p1", (BOTH + UNROLLED, BOTH_AGAIN + UNROLLED),
+         "dout is read again: 128 .*, not 64"),
+        (FORWARD, "b256-lds2-p1", twice(RING_REFILL, "x"), "x is read again: 128 .*, not 64"),
+        (FORWARD, "b256-lds2-p1", twice(RING_STORE, "y"), "y is stored again: 128 .*, not 64"),
+        (FORWARD, "b256-reg", twice(KEPT, "y"), "y is stored again: 128 .*, not 64"),
+        (FORWARD, "b256-2p", twice(SQUARES, "x"), "x is read again: 192 .*, not 128"),
+        (FORWARD, "b256-2p", twice(NORMALISED, "y"), "y is stored again: 32 .*, not 16"),
+        (BACKWARD, "b256-2p-p4", twice(CHAINS, "x"), "_rows: x is read again: 128 .*, not 64"),
+        (BACKWARD, "b256-2p-p4", (COLUMN, COLUMN + COLUMN_AGAIN + "\n#define x_part x_again\n"),
+         "backward_columns: x is read again"),
+        (BACKWARD, "b256-2p-p4", twice(DX, "dx"), "backward_columns: dx is stored again"),
+        (DW_ALONE, "b256-2p-p4", (COLUMN, COLUMN + COLUMN_AGAIN + "\n#define x_part x_again\n"),
+         "backward_columns: x is read again"),
+    ],
+    ids=[
+        "kept", "kept backward", "kept for dW", "kept with a tail", "ping-pong",
+        "ping-pong backward", "ring copied", "ring stored", "stored", "first pass",
+        "stored by the second pass", "rows", "columns", "columns stored", "columns for dW",
+    ],
+)  # fmt: skip
+def test_a_row_that_is_moved_again(
+    problem: Problem, slug: str, edit: tuple[str, str], said: str, arch: str, libraries: Path
+) -> None:
+    check(problem, slug, said, (edit,), libraries, arch)
+
+
+# ---- fences between blocks -----------------------------------------------------------------------
+
+FEW_ROWS = Problem.backward(64, 512, "bf16")
+COUNTED = """__threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    *shared ="""
+SEEN = "__syncthreads();\n  __threadfence();\n  return *shared;"
+RELEASE = r"no write-back \(buffer_wbl2 sc1\), .* between the stores of partial and the block's"
+ACQUIRE = r"no invalidate \(buffer_inv sc1\) between the block's count and the loads of partial"
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize("slug", ["b64-t64-v16-reg-p2-fl", "b128-t64-v16-reg-p2-fl"])
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ((COUNTED, COUNTED.replace("__threadfence();", "")), RELEASE),
+        ((COUNTED, COUNTED.replace("__threadfence", "__threadfence_block")), RELEASE),
+        ((SEEN, SEEN.replace("__threadfence();", "")), ACQUIRE),
+        ((SEEN, SEEN.replace("__threadfence", "__threadfence_block")), ACQUIRE),
+        ((SEEN, SEEN.replace("__threadfence", "if (threadIdx.x & 64) __threadfence")), ACQUIRE),
+        (("atomicAdd(finished, 1u)", "(*finished)++"), "no atomic of finished"),
+    ],
+    ids=["not written back", "written back to the block", "not invalidated",
+         "invalidated for the block", "invalidated by some waves", "counted by hand"],
+)  # fmt: skip
+def test_a_last_block_without_a_fence(
+    slug: str, edit: tuple[str, str], said: str, arch: str, libraries: Path
+) -> None:
+    check(FEW_ROWS, slug, said, (edit,), libraries, arch)
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ((COUNTED, COUNTED.replace("  __syncthreads();\n", "")),
+         "no barrier between the stores of partial and the block's count"),
+        ((SEEN, SEEN.replace("__syncthreads();", "")),
+         r"no barrier, invalidate .* between the block's count and the loads of partial"),
+    ],
+    ids=["before the count", "after the count"],
+)  # fmt: skip
+def test_a_last_block_without_a_barrier(
+    edit: tuple[str, str], said: str, arch: str, libraries: Path
+) -> None:
+    check(FEW_ROWS, "b128-t64-v16-reg-p2-fl", said, (edit,), libraries, arch)
+
+
+PUBLISH = "__hip_atomic_store(to, word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);"
+ASK = "word = __hip_atomic_load(from, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);"
+HALVES = """
+  u32* half = (u32*)to;
+  __hip_atomic_store(half, (u32)word, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+  __hip_atomic_store(half + 1, (u32)(word >> 32), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);"""
+NUMBER = "atomicAdd((u32*)(row_words + rows * RR_ROW_BLOCKS), 1u)"
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ((PUBLISH, PUBLISH.replace("AGENT", "WORKGROUP")), "store of words without sc1"),
+        ((PUBLISH, HALVES), "store of words by 4 bytes, not 8 at once"),
+        ((ASK, ASK.replace("AGENT", "WORKGROUP")), "load of words without sc1"),
+        ((NUMBER, "blockIdx.x"), "no atomic of the words"),
+    ],
+    ids=["published to the block", "in halves", "asked of the block", "no number"],
+)  # fmt: skip
+def test_words_that_other_blocks_do_not_see(
+    edit: tuple[str, str], said: str, arch: str, libraries: Path
+) -> None:
+    check(FORWARD, "b128-t256", said, (edit,), libraries, arch)
+
+
 # ---- knobs ---------------------------------------------------------------------------------------
 
 
