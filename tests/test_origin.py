@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,13 +56,19 @@ def test_an_installed_peer_is_found_with_its_version() -> None:
 
 
 @pytest.fixture
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path, in the place of what is installed."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "quack"]:
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path, in the place of what is installed; what it gave is forgotten again."""
+    for name in quack_modules():
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    return tmp_path
+    yield tmp_path
+    for name in quack_modules():
+        del sys.modules[name]
+
+
+def quack_modules() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "quack"]
 
 
 def plant(root: Path, text: str) -> None:
