@@ -30,9 +30,10 @@ from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.errors import CompileError
 from rmsnorm_raw.launch import launches
 from rmsnorm_raw.module import build
-from rmsnorm_raw.problem import SHORT_NAME, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 from rmsnorm_raw.space import enumerate_configs
+from rmsnorm_raw.study.cells import problem_columns
 
 PROBLEMS = tuple(
     make(32768, cols, "bf16")
@@ -77,9 +78,7 @@ def run(job: Job) -> Outcome:
     backend = OfflineBackend(job.arch, fetch_wheel(job.release))
     first = job.configs[0]
     facts: dict[str, object] = {
-        "arch": job.arch, "rocm": job.release, "op": job.problem.op, "m": job.problem.rows,
-        "n": job.problem.cols, "act": SHORT_NAME[job.problem.dtype],
-        "weight": SHORT_NAME.get(job.problem.weight_dtype or "", "none"),
+        **problem_columns(job.problem), "arch": job.arch, "rocm": job.release, "op": job.problem.op,
     }  # fmt: skip
     try:
         binary = build(render(job.problem, first, backend.device), backend)

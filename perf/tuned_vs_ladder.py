@@ -11,7 +11,7 @@ means. Exit code 1 where a record is SLOWER beyond 1 %, or there is none.
 from __future__ import annotations
 
 import csv
-import math
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,8 @@ from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.search import NOISE_PCT, REGIMES
 from rmsnorm_raw.source import render
 from rmsnorm_raw.study import sweep
-from rmsnorm_raw.study.tuning import Row, problem_columns
+from rmsnorm_raw.study.cells import problem_columns
+from rmsnorm_raw.study.tuning import Row
 
 COLUMNS = (
     "op", "m", "n", "act", "weight", "config", "ladder", "regime", "verdict", "tuned_us",
@@ -96,7 +97,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def mean(rows: Sequence[Row]) -> float:
     """The geometric mean of the ratios."""
-    return math.exp(sum(math.log(float(row["ratio"])) for row in rows) / len(rows))
+    return statistics.geometric_mean(float(row["ratio"]) for row in rows)
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from rmsnorm_raw.measure import Samples
 from rmsnorm_raw.problem import SHORT_NAME, Problem
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import sweep as study
-from rmsnorm_raw.study.cells import cells, published_rows
+from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells, published_rows
 from rmsnorm_raw.study.folder import whole_records
 from rmsnorm_raw.study.idle import Busy
 from rmsnorm_raw.study.origin import choose, find
@@ -65,7 +65,7 @@ def test_the_study_is_9_shapes_5_dtype_pairs_and_2_operations() -> None:
 
 def test_cells_stand_in_the_archives_order() -> None:
     named = [
-        (study.ARCHIVE_NAME[c.op], c.rows, c.cols, SHORT_NAME[c.dtype], SHORT_NAME[c.weight_dtype])
+        (ARCHIVE_NAME[c.op], c.rows, c.cols, SHORT_NAME[c.dtype], SHORT_NAME[c.weight_dtype])
         for c in cells()
         if c.weight_dtype
     ]

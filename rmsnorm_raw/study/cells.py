@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 from importlib import resources
 
-from rmsnorm_raw.problem import Op, Problem
+from rmsnorm_raw.problem import SHORT_NAME, Op, Problem
 
 #: the archive's name of an operation
 ARCHIVE_NAME: dict[Op, str] = {"forward": "fwd", "backward": "bwd"}
@@ -19,6 +19,17 @@ def published_rows(host: str = "H200") -> list[dict[str, str]]:
     archive = resources.files("rmsnorm_raw.study").joinpath("archive", "hopper_quack_cells.csv")
     with archive.open(encoding="utf-8") as file:
         return [row for row in csv.DictReader(file) if row["host"] == host]
+
+
+def problem_columns(problem: Problem) -> dict[str, str]:
+    """The columns that name a problem in every table of ours, by the archive's names."""
+    return {
+        "op": ARCHIVE_NAME[problem.op],
+        "m": str(problem.rows),
+        "n": str(problem.cols),
+        "act": SHORT_NAME[problem.dtype],
+        "weight": SHORT_NAME.get(problem.weight_dtype or "", "none"),
+    }
 
 
 def cells() -> tuple[Problem, ...]:

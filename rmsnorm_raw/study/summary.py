@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rmsnorm_raw.bandwidth import DRIFT_PCT
@@ -103,5 +103,5 @@ def printed(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def geometric_mean(rows: Iterable[Row], column: str) -> float | None:
     """Of a column of numbers, over the rows that have one; None where none has."""
-    logs = [math.log(float(row[column])) for row in rows if row[column]]
-    return math.exp(sum(logs) / len(logs)) if logs else None
+    found = [float(row[column]) for row in rows if row[column]]
+    return statistics.geometric_mean(found) if found else None

@@ -22,8 +22,8 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.errors import LaunchError, RmsnormRawError, WrongResult
 from rmsnorm_raw.measure import Samples
-from rmsnorm_raw.problem import SHORT_NAME, Problem
-from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study.cells import cells, problem_columns
 from rmsnorm_raw.study.folder import Folder, Row
 from rmsnorm_raw.study.origin import OURS, Origin
 from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
@@ -255,16 +255,15 @@ def _open_roofline(
 
 def cell_columns(problem: Problem, config: Config, device: DeviceSpec) -> Row:
     """The columns of :data:`COLUMNS` that name a cell; the others are empty."""
-    return dict.fromkeys(COLUMNS, "") | {
-        "op": ARCHIVE_NAME[problem.op],
-        "m": str(problem.rows),
-        "n": str(problem.cols),
-        "act": SHORT_NAME[problem.dtype],
-        "weight": SHORT_NAME.get(problem.weight_dtype or "", "none"),
-        "rows_run": str(problem.rows),
-        "config": config.slug,
-        "simulated": str(device.simulated).lower(),
-    }
+    return (
+        dict.fromkeys(COLUMNS, "")
+        | problem_columns(problem)
+        | {
+            "rows_run": str(problem.rows),
+            "config": config.slug,
+            "simulated": str(device.simulated).lower(),
+        }
+    )
 
 
 def time_columns(

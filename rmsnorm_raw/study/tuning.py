@@ -20,8 +20,8 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.errors import RmsnormRawError
 from rmsnorm_raw.lab import Steps
 from rmsnorm_raw.measure import Regime
-from rmsnorm_raw.problem import SHORT_NAME, Problem
-from rmsnorm_raw.study.cells import ARCHIVE_NAME
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study.cells import ARCHIVE_NAME, problem_columns
 from rmsnorm_raw.tuner import Decision
 from rmsnorm_raw.worker import Worker
 
@@ -107,17 +107,6 @@ def tune_all(
     if not backend.device.simulated:
         store.export(store.applying(backend).items(), out_dir / f"{backend.device.arch}.json")
     return rows, decisions
-
-
-def problem_columns(problem: Problem) -> Row:
-    """The columns that name a problem."""
-    return {
-        "op": ARCHIVE_NAME[problem.op],
-        "m": str(problem.rows),
-        "n": str(problem.cols),
-        "act": SHORT_NAME[problem.dtype],
-        "weight": SHORT_NAME.get(problem.weight_dtype or "", "none"),
-    }
 
 
 def decision_columns(decision: Decision) -> Row:
