@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rmsnorm_raw.problem import SHORT_NAME, Problem
+from rmsnorm_raw.dtypes import SHORT_NAME
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Comparison, compare
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from rmsnorm_raw.backends import get_backend
 from rmsnorm_raw.backends.cupy_backend import CupyBackend
+from rmsnorm_raw.dtypes import dtype_name
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.problem import dtype_name
 
 Shape = int | tuple[int, ...]
 

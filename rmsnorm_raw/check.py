@@ -30,12 +30,13 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.backends.cpu import landings
 from rmsnorm_raw.bounds import Bits, Reference, Worst
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import InvalidInput, WrongResult
 from rmsnorm_raw.gate import DATA, Case, DeviceEngine, Engine, HostEngine
-from rmsnorm_raw.launch import MATRICES, Tensor
+from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.module import Binary
-from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.problem import MATRICES, Problem
 
 #: byte that outputs begin as: NaN in every dtype
 OUTPUT_FILL = 0xFF

@@ -130,7 +130,7 @@ def arena(
     clones = []
     for at in range(first, first + count * clone_bytes, clone_bytes):
         tensors = {
-            name: launch.Tensor(at + offset, problem.cols if name in launch.MATRICES else 0)
+            name: launch.dense_tensor(problem, name, at + offset)
             for name, offset in offsets.items()
         }
         if workspace_bytes:

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from rmsnorm_raw import bounds
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bounds import SIGNIFICAND_BITS, Bits, Floats, Worst
+from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.kernels import reference as kernels
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.module import build
-from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import Source
 
 #: inputs that are a function of the seed alone, in the order of the kernels' numbers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ import numpy as np
 from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
+from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.module import Binary
-from rmsnorm_raw.problem import Op, Problem
+from rmsnorm_raw.problem import MATRICES, Op, Problem
 from rmsnorm_raw.space import (
     FINISH_BLOCK,
     column_tiles,
@@ -23,20 +24,39 @@ from rmsnorm_raw.space import (
 
 #: HIP refuses a launch of 2**32 threads or more
 MAX_THREADS = (1 << 32) - 1
-#: the tensors of (rows, cols), which have a row stride
-MATRICES = ("x", "dout", "y", "dx")
-#: the tensors of an operation, in the order of the addresses that prepared launches take
+#: the tensors of an operation, in the order of the addresses that prepared launches take; a plain
+#: problem's come first
 TENSORS: dict[Op, tuple[str, ...]] = {
-    "forward": ("x", "weight", "y", "rstd", "workspace"),
-    "backward": ("dout", "x", "weight", "rstd", "dx", "dweight", "workspace", "counter"),
-}
+    "forward": (
+        "x", "weight", "y", "rstd", "workspace", "bias", "residual", "residual_out", "scale",
+    ),
+    "backward": (
+        "dout", "x", "weight", "rstd", "dx", "dweight", "workspace", "counter", "dresidual_out",
+        "dresidual", "dbias",
+    ),
+}  # fmt: skip
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies: its device address and the elements from one row to the next."""
+    """Where a tensor lies.
+
+    Attributes:
+        address: on the device.
+        row_stride: of a matrix, elements from one token's rows to the next's.
+        head_stride: elements from one head's row of a token to the next's.
+    """
 
     address: int
     row_stride: int = 0
+    head_stride: int = 0
+
+
+def dense_tensor(problem: Problem, name: str, address: int) -> Tensor:
+    """A tensor of a problem whose rows are contiguous."""
+    if name not in MATRICES:
+        return Tensor(address)
+    heads = problem.extras.heads
+    return Tensor(address, heads * problem.cols, problem.cols if heads > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,34 +132,17 @@ def run(plan: Plan, stream: int = 0) -> None:
 def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str, int]:
     """Bytes of each tensor that a plan wants, rows contiguous; empty tensors are left out.
 
-    Forward: x, weight, y, rstd; the workspace has the words of blocks that share rows, which a
-    plan's first launch clears. Backward: dout, x, weight, rstd, dx, dweight; the workspace has fp32
-    partial rows of dW, after fp32 {rstd, mean} of each row on the two-pass path, and then what
-    paced programs count by. It begins at a multiple of 16 bytes, the others where problem.alignment
-    says, and streams must not share one. Nor a counter: that of a last-block finish is 0 before a
-    launch and again after it.
+    Those of ``problem.operands``, and scratch memory. Forward's workspace has the words of blocks
+    that share rows, which a plan's first launch clears. Backward's has fp32 partial rows of dW and
+    then of dbias, after fp32 {rstd, mean} of each row on the two-pass path, and then what paced
+    programs count by. It begins at a multiple of 16 bytes, the others where problem.alignment says,
+    and streams must not share one. Nor a counter: that of a last-block finish is 0 before a launch
+    and again after it.
     """
-    rows, cols = problem.rows, problem.cols
-    matrix, vector = rows * cols * problem.element_bytes, cols * problem.weight_bytes
-    if problem.op == "forward":
-        sizes = {
-            "x": matrix,
-            "weight": vector,
-            "y": matrix,
-            "rstd": 4 * rows * problem.store_rstd,
-            "workspace": workspace_bytes(problem, config, device),
-        }
-    else:
-        sizes = {
-            "dout": matrix,
-            "x": matrix,
-            "weight": vector,
-            "rstd": 4 * rows * problem.has_rstd,
-            "dx": matrix * problem.need_dx,
-            "dweight": vector * problem.need_dweight,
-            "workspace": workspace_bytes(problem, config, device),
-            "counter": 4 * _counts_blocks(problem, config, device),
-        }
+    sizes = {operand.name: operand.size_bytes for operand in problem.operands}
+    sizes["workspace"] = workspace_bytes(problem, config, device)
+    if problem.op == "backward":
+        sizes["counter"] = 4 * _counts_blocks(problem, config, device)
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -163,8 +166,7 @@ def make_plan(
         binary: the built kernels.
         tensors: by the names of :func:`tensor_bytes`; unused ones may be absent.
     """
-    strides = {name: tensor.row_stride for name, tensor in tensors.items()}
-    open_launches = _templates(problem, config, binary, strides)
+    open_launches = _templates(problem, config, binary, tensors)
     return Plan(binary, tuple(template.fill(tensors) for template in open_launches))
 
 
@@ -175,7 +177,7 @@ def launches(problem: Problem, config: Config, binary: Binary) -> tuple[Launch, 
 
 
 def prepare(
-    problem: Problem, config: Config, binary: Binary, strides: Mapping[str, int]
+    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
 ) -> tuple[PreparedLaunch, ...]:
     """A plan's launches, to be made many times on tensors at other addresses.
 
@@ -184,12 +186,12 @@ def prepare(
 
     Args:
         problem: see :func:`make_plan`, and so for config and binary.
-        strides: the row stride of each tensor that there is, in elements; 0 for the others.
+        tensors: every one that there is, with its strides; the addresses are not read.
     """
     backend, functions = binary.backend, binary.code.functions
     place = TENSORS[problem.op].index
     prepared = []
-    for template in _templates(problem, config, binary, strides):
+    for template in _templates(problem, config, binary, tensors):
         pointers = [
             (index, place(arg.tensor), arg.offset_bytes)
             for index, arg in enumerate(template.args)
@@ -204,84 +206,110 @@ def prepare(
     return tuple(prepared)
 
 
-Strides = Mapping[str, int]
+Tensors = Mapping[str, Tensor]
+Args = tuple[np.generic | Pointer, ...]
 _NULL = np.uint64(0)
 
 
 def _templates(
-    problem: Problem, config: Config, binary: Binary, strides: Strides
+    problem: Problem, config: Config, binary: Binary, tensors: Tensors
 ) -> Iterator[Template]:
-    """The launches on tensors of these row strides; one that has none is not there."""
+    """The launches on tensors of these strides."""
     if problem.rows and problem.cols:
         build = _forward if problem.op == "forward" else _backward
-        yield from build(problem, config, binary, strides)
+        yield from build(problem, config, binary, tensors)
 
 
 def _forward(
-    problem: Problem, config: Config, binary: Binary, strides: Strides
+    problem: Problem, config: Config, binary: Binary, tensors: Tensors
 ) -> Iterator[Template]:
-    device = binary.backend.device
+    device, heads = binary.backend.device, problem.extras.heads
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
-    words = _at("workspace", strides)
+    words = _at("workspace", tensors)
     if count := _shared_words(problem, config, device):
         grid = -(-count // config.block)
         yield Template("rmsnorm_forward_clear", grid, config.block, (words, np.uint64(count)))
-    parts = _row_launches(problem, config) if not config.programs else [(0, problem.rows)]
-    for first, rows in parts:
-        args = (
-            *_rows_from("x", first, problem, strides), _at("weight", strides),
-            *_rows_from("y", first, problem, strides), _at("rstd", strides, 4 * first), words,
-            np.int64(rows), np.uint32(problem.cols), np.float32(problem.eps),
+    parts = _row_launches(problem, config) if not config.programs else [(0, problem.tokens)]
+    for first, tokens in parts:
+        args: Args = (
+            *_matrix("x", tensors, problem, first), _at("weight", tensors),
+            *_matrix("y", tensors, problem, first), _at("rstd", tensors, 4 * first * heads), words,
+            np.int64(tokens), np.uint32(problem.cols), np.float32(problem.eps),
         )  # fmt: skip
-        grid = -(-rows // config.rows_per_block) * config.blocks_per_row
+        if problem.extras:
+            row_scale = 4 * first * heads * (problem.extras.scale == "dynamic")
+            args += (
+                _at("bias", tensors), *_matrix("residual", tensors, problem, first),
+                *_matrix("residual_out", tensors, problem, first),
+                _at("scale", tensors, row_scale),
+                *_head_strides(("x", "y", "residual", "residual_out"), tensors),
+            )  # fmt: skip
+        grid = -(-tokens // config.rows_per_block) * config.blocks_per_row * heads
         if config.programs:
             grid = grid_programs(problem, config, device)
         yield Template("rmsnorm_forward", grid, config.block, args, lds)
 
 
 def _backward(
-    problem: Problem, config: Config, binary: Binary, strides: Strides
+    problem: Problem, config: Config, binary: Binary, tensors: Tensors
 ) -> Iterator[Template]:
-    device = binary.backend.device
+    device, more = binary.backend.device, problem.extras
     lds = lds_bytes(problem, config, device)
-    partial = _at("workspace", strides, _row_results_bytes(problem, config))
+    partial = _at("workspace", tensors, _row_results_bytes(problem, config))
+    bias_partial: np.generic | Pointer = _NULL
+    if more.bias_dtype:
+        bias_partial = _at("workspace", tensors, _bias_partial_at(problem, config, device))
     partials = grid_programs(problem, config, device)
-    rows, cols = np.int64(problem.rows), np.uint32(problem.cols)
-    dout, x, dx = (_rows_from(name, 0, problem, strides) for name in ("dout", "x", "dx"))
-    weight, rstd, dweight = (_at(name, strides) for name in ("weight", "rstd", "dweight"))
-    if not (problem.need_dx or problem.need_dweight):
+    rows, cols = np.int64(problem.tokens), np.uint32(problem.cols)
+    dout, x, dx = (_matrix(name, tensors, problem) for name in ("dout", "x", "dx"))
+    dresidual_out, dresidual = (
+        _matrix(name, tensors, problem) for name in ("dresidual_out", "dresidual")
+    )
+    weight, rstd, dweight = (_at(name, tensors) for name in ("weight", "rstd", "dweight"))
+    if not (problem.need_dx or problem.need_dweight or more.bias_dtype):
         return
-    args: tuple[np.generic | Pointer, ...]
+    args: Args
     if config.path == "two_pass":
         if _row_results_bytes(problem, config):
             for first, some in _row_launches(problem, config):
                 args = (
-                    *_rows_from("dout", first, problem, strides),
-                    *_rows_from("x", first, problem, strides), weight,
-                    _at("rstd", strides, 4 * first), _at("workspace", strides, 8 * first),
+                    *_matrix("dout", tensors, problem, first),
+                    *_matrix("x", tensors, problem, first), weight,
+                    _at("rstd", tensors, 4 * first), _at("workspace", tensors, 8 * first),
                     np.int64(some), cols, np.float32(problem.eps),
                 )  # fmt: skip
                 grid = -(-some // config.rows_per_block)
                 entry = "rmsnorm_backward_rows"
                 yield Template(entry, grid, config.block, args, lds[entry])
         args = (
-            *dout, *x, weight, rstd, _at("workspace", strides), *dx, partial, rows, cols,
+            *dout, *x, weight, rstd, _at("workspace", tensors), *dx, partial, rows, cols,
             np.uint32(partials),
         )  # fmt: skip
+        if more:
+            args += (*dresidual_out, *dresidual, bias_partial)
         grid = column_tiles(problem, config) * partials
         yield Template("rmsnorm_backward_columns", grid, config.block, args)
     else:
-        progress = _at("workspace", strides, _progress_at(problem, config, device))
+        progress = _at("workspace", tensors, _progress_at(problem, config, device))
         args = (
-            *dout, *x, weight, rstd, *dx, partial, dweight, _at("counter", strides),
+            *dout, *x, weight, rstd, *dx, partial, dweight, _at("counter", tensors),
             progress if config.paced else _NULL, rows, cols, np.float32(problem.eps),
         )  # fmt: skip
+        if more:
+            names = ("dout", "x", "dx", "dresidual_out", "dresidual")
+            args += (*dresidual_out, *dresidual, bias_partial, *_head_strides(names, tensors))
         yield Template("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
+    columns = problem.cols
+    if more.per_head:  # a row of partial sums has all heads
+        partials, columns = partials // more.heads, problem.cols * more.heads
+    grid = -(-columns // finish_columns(problem))
+    early = config.finish == "early"
     if problem.need_dweight and config.finish != "last_block":
-        args = (partial, np.uint32(partials), cols, dweight)
-        grid = -(-problem.cols // finish_columns(problem))
-        early = config.finish == "early"
+        args = (partial, np.uint32(partials), np.uint32(columns), dweight)
         yield Template("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
+    if more.bias_dtype:
+        args = (bias_partial, np.uint32(partials), np.uint32(columns), _at("dbias", tensors))
+        yield Template("rmsnorm_dbias", grid, FINISH_BLOCK, args, lds["rmsnorm_dbias"])
 
 
 def _shared_words(problem: Problem, config: Config, device: DeviceSpec) -> int:
@@ -296,10 +324,21 @@ def _counts_blocks(problem: Problem, config: Config, device: DeviceSpec) -> bool
     return last_block and grid_programs(problem, config, device) > 1
 
 
+def _bias_partial_at(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    """Where in backward's workspace the partial rows of dbias lie, behind those of dW."""
+    return _row_results_bytes(problem, config) + problem.need_dweight * _partial_bytes(
+        problem, config, device
+    )
+
+
 def _progress_at(problem: Problem, config: Config, device: DeviceSpec) -> int:
-    """Where in backward's workspace paced programs count, behind the partial rows of dW."""
-    partials = grid_programs(problem, config, device) * problem.cols * problem.need_dweight
-    return _row_results_bytes(problem, config) + 4 * partials
+    """Where in backward's workspace paced programs count, behind all partial rows."""
+    of_bias = _partial_bytes(problem, config, device) if problem.extras.bias_dtype else 0
+    return _bias_partial_at(problem, config, device) + of_bias
+
+
+def _partial_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    return 4 * grid_programs(problem, config, device) * problem.cols
 
 
 def _row_results_bytes(problem: Problem, config: Config) -> int:
@@ -308,19 +347,27 @@ def _row_results_bytes(problem: Problem, config: Config) -> int:
 
 
 def _row_launches(problem: Problem, config: Config) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of launches with one block a row group, each under HIP's thread limit."""
-    most = MAX_THREADS // config.block * config.rows_per_block
-    for first in range(0, problem.rows, most):
-        yield first, min(most, problem.rows - first)
+    """(first token, tokens) of launches with a block a row group, each under HIP's thread limit."""
+    most = MAX_THREADS // config.block // problem.extras.heads * config.rows_per_block
+    for first in range(0, problem.tokens, most):
+        yield first, min(most, problem.tokens - first)
 
 
-def _rows_from(
-    name: str, first: int, problem: Problem, strides: Strides
+def _matrix(
+    name: str, tensors: Tensors, problem: Problem, first: int = 0
 ) -> tuple[np.generic | Pointer, np.int64]:
-    stride = strides.get(name, 0)
-    return _at(name, strides, first * stride * problem.element_bytes), np.int64(stride)
+    """A matrix from a token on, and its row stride."""
+    dtypes = {operand.name: operand.dtype for operand in problem.operands}
+    if name not in tensors or name not in dtypes:
+        return _NULL, np.int64(0)
+    stride = tensors[name].row_stride
+    return Pointer(name, first * stride * stored_bytes(dtypes[name])), np.int64(stride)
 
 
-def _at(name: str, strides: Strides, offset_bytes: int = 0) -> np.generic | Pointer:
+def _head_strides(names: Sequence[str], tensors: Tensors) -> Iterator[np.int64]:
+    return (np.int64(tensors[name].head_stride if name in tensors else 0) for name in names)
+
+
+def _at(name: str, tensors: Tensors, offset_bytes: int = 0) -> np.generic | Pointer:
     """Where a tensor's bytes from an offset on lie; null where there is no such tensor."""
-    return Pointer(name, offset_bytes) if name in strides else _NULL
+    return Pointer(name, offset_bytes) if name in tensors else _NULL

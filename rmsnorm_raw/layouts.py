@@ -111,8 +111,8 @@ def _prepare(problem: Problem, device: Any, places: Mapping[str, Tensor]) -> Pre
     alignment_bytes = ready.alignment_bytes_of(problem, places)
     built = ready.prepare(problem, alignment_bytes, None, torch_device(device))
     sizes = launch.tensor_bytes(built.problem, built.config, built.binary.backend.device)
-    strides = {name: places[name].row_stride if name in places else 0 for name in sizes}
-    launches = launch.prepare(built.problem, built.config, built.binary, strides)
+    tensors = {name: places.get(name, Tensor(0)) for name in sizes}
+    launches = launch.prepare(built.problem, built.config, built.binary, tensors)
     return Prepared(launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes)
 
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from rmsnorm_raw import interop, launch
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
 from rmsnorm_raw.interop import View
-from rmsnorm_raw.launch import MATRICES, Tensor
-from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.problem import MATRICES, Problem
 from rmsnorm_raw.ready import Ready, alignment_bytes_of, prepare, serving
 
 #: what is left of a caller's ``config`` when its slug is parsed

@@ -4,44 +4,23 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from rmsnorm_raw.dtypes import (
+    DTYPE_BYTES,
+    MAX_FLOAT32,
+    SHORT_NAME,
+    dtype_name,
+    optional_dtype_name,
+    out_dtype_name,
+    stored_bytes,
+)
 from rmsnorm_raw.errors import InvalidInput
+from rmsnorm_raw.extras import NO_EXTRAS, Casting, Extras, Scale, casting_of
 
 Op = Literal["forward", "backward"]
-
-#: bytes of one element, by dtype name
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
-#: the short names used in tables and CSV files
-SHORT_NAME = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 MAX_COLS = 1 << 20
 MAX_ROWS = 1 << 40
-MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
-
-
-def dtype_name(dtype: object) -> str:
-    """The long name of a dtype: "bfloat16" of "bf16", of ml_dtypes.bfloat16, of torch.bfloat16.
-
-    Args:
-        dtype: a long or short name, or a dtype of NumPy, ml_dtypes, torch or JAX.
-
-    Raises:
-        InvalidInput: the dtype is not one of fp16, bf16, fp32.
-    """
-    name = dtype if isinstance(dtype, str) else _own_name(dtype)
-    for long, short in SHORT_NAME.items():
-        if name in (long, short):
-            return long
-    raise InvalidInput(
-        f"dtype {dtype!r} is not supported: use {', '.join(SHORT_NAME.values())} "
-        f"({', '.join(SHORT_NAME)})"
-    )
-
-
-def _own_name(dtype: object) -> object:
-    """What a library calls a dtype of its own; torch's have no name but their text."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    return name or str(dtype).removeprefix("torch.")
 
 
 def require_problem(problem: object) -> None:
@@ -51,6 +30,38 @@ def require_problem(problem: object) -> None:
             f"the problem is {problem!r}: give a Problem, such as "
             "rr.Problem.forward(32768, 8192, 'bf16')"
         )
+
+
+class Operand(NamedTuple):
+    """A tensor of a problem, as it lies in memory.
+
+    Attributes:
+        name: "x", "weight", "y", ...
+        dtype: its long name.
+        rows: of a matrix, tokens: each has the rows of all its heads one after the other.
+        cols: elements from the first of a row to the last.
+        is_output: written, not read.
+    """
+
+    name: str
+    dtype: str
+    rows: int
+    cols: int
+    is_output: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has an element for each of x, and strides."""
+        return self.name in MATRICES
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes, rows contiguous."""
+        return self.rows * self.cols * stored_bytes(self.dtype)
+
+
+#: the tensors with an element for each of x, which have strides
+MATRICES = ("x", "dout", "y", "dx", "residual", "residual_out", "dresidual_out", "dresidual")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -72,6 +83,7 @@ class Problem:
         need_dweight: backward writes dweight (always False without a weight).
         alignment: bytes of x that every base pointer and row stride allow a lane to move at once
             (the caller's arrays decide it; 16 where nothing is known against it).
+        extras: bias, residual, offset, casting, heads, another dtype or a scale of y.
     """
 
     op: Op
@@ -85,6 +97,7 @@ class Problem:
     need_dx: bool = True
     need_dweight: bool = True
     alignment: int = 16
+    extras: Extras = NO_EXTRAS
 
     def __post_init__(self) -> None:
         for name in ("rows", "cols"):
@@ -105,6 +118,10 @@ class Problem:
         for dtype in (self.dtype, self.weight_dtype):
             if dtype is not None and dtype not in DTYPE_BYTES:
                 raise InvalidInput(f"dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if self.extras:
+            self.extras.require(
+                self.op, self.rows, self.cols, self.out_dtype, self.weight_dtype is not None
+            )
 
     @classmethod
     def forward(
@@ -117,17 +134,41 @@ class Problem:
         eps: float = 1e-6,
         store_rstd: bool = True,
         alignment: int = 16,
+        bias_dtype: object = None,
+        residual_dtype: object = None,
+        residual_out_dtype: object = "same",
+        out_dtype: object = None,
+        weight_offset: float = 0.0,
+        casting: Casting = "none",
+        heads: int = 1,
+        per_head: bool = False,
+        scale: Scale = "none",
     ) -> Problem:
-        """y = x * rsqrt(mean(x^2) + eps) * weight over (rows, cols).
+        """y = x * rsqrt(mean(x^2) + eps) * weight over (rows, cols), and :class:`Extras`.
 
         Args:
             dtype: a name ("bf16", "bfloat16"), or a dtype of NumPy, ml_dtypes, torch or JAX.
             weight_dtype: likewise, "same" for the activations' dtype, or None for no weight.
+            bias_dtype: likewise; None for no bias.
+            residual_dtype: of the residual that is added to x; None for none.
+            residual_out_dtype: of x + residual, where it is to be written; "same" for the
+                residual's, and nothing without one; None for nothing.
+            out_dtype: of y; None for x's. With a scale, one of :data:`LARGEST_FP8`.
+            casting: "gemma" is fp32 to the end, as is "none"; see :class:`Extras` for "llama".
         """
         act = dtype_name(dtype)
+        residual = optional_dtype_name(residual_dtype)
+        same = isinstance(residual_out_dtype, str) and residual_out_dtype == "same"
+        out = None if out_dtype is None else out_dtype_name(out_dtype)
+        extras = Extras(
+            bias_dtype=optional_dtype_name(bias_dtype), residual_dtype=residual,
+            residual_out_dtype=residual if same else optional_dtype_name(residual_out_dtype),
+            out_dtype=None if out == act else out, weight_offset=float(weight_offset),
+            casting=casting_of(casting), heads=heads, per_head=per_head, scale=scale,
+        )  # fmt: skip
         return cls(
             "forward", rows, cols, act, _weight_dtype(weight_dtype, act), eps,
-            store_rstd=store_rstd, alignment=alignment,
+            store_rstd=store_rstd, alignment=alignment, extras=extras,
         )  # fmt: skip
 
     @classmethod
@@ -143,13 +184,38 @@ class Problem:
         need_dx: bool = True,
         need_dweight: bool = True,
         alignment: int = 16,
+        bias_dtype: object = None,
+        residual_dtype: object = None,
+        dresidual_out_dtype: object = None,
+        out_dtype: object = None,
+        dx_dtype: object = None,
+        weight_offset: float = 0.0,
+        heads: int = 1,
+        per_head: bool = False,
     ) -> Problem:
-        """dx and dweight of the forward, from dout, x, weight and rstd; see :meth:`forward`."""
+        """dx and dweight of the forward, from dout, x, weight and rstd; see :meth:`forward`.
+
+        Args:
+            dtype: of x, which is what was normalised: the forward's residual_out, if it had one.
+            bias_dtype: of dbias, the sum of dout over all rows; None for none.
+            residual_dtype: of dresidual, where it is wanted beside dx (it is the same gradient).
+            dresidual_out_dtype: of residual_out's gradient, which is added to dx; None for none.
+            out_dtype: of dout; None for x's.
+            dx_dtype: None for x's.
+        """
         act = dtype_name(dtype)
         weight = _weight_dtype(weight_dtype, act)
+        out, dx = optional_dtype_name(out_dtype), optional_dtype_name(dx_dtype)
+        extras = Extras(
+            bias_dtype=optional_dtype_name(bias_dtype),
+            residual_dtype=optional_dtype_name(residual_dtype),
+            residual_out_dtype=optional_dtype_name(dresidual_out_dtype),
+            out_dtype=None if out == act else out, dx_dtype=None if dx == act else dx,
+            weight_offset=float(weight_offset), heads=heads, per_head=per_head,
+        )  # fmt: skip
         return cls(
             "backward", rows, cols, act, weight, eps, has_rstd=has_rstd, need_dx=need_dx,
-            need_dweight=need_dweight and weight is not None, alignment=alignment,
+            need_dweight=need_dweight and weight is not None, alignment=alignment, extras=extras,
         )  # fmt: skip
 
     @property
@@ -171,18 +237,69 @@ class Problem:
     def _fits(self, vec: int, row_bytes: int) -> bool:
         return vec >= self.element_bytes and vec <= self.alignment and row_bytes % vec == 0
 
+    @property
+    def tokens(self) -> int:
+        """Rows of a matrix in memory: each has all the heads of one token."""
+        return self.rows // self.extras.heads
+
+    @property
+    def out_dtype(self) -> str:
+        """The dtype of y, and so of dout."""
+        return self.extras.out_dtype or self.dtype
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """Every tensor that the operation reads, then every one that it writes."""
+        more, own = self.extras, self.dtype
+        lists = self.cols * (more.heads if more.per_head else 1)
+
+        def matrix(name: str, dtype: str | None, is_output: bool = False) -> Operand | None:
+            size = (self.tokens, self.cols * more.heads)
+            return Operand(name, dtype, *size, is_output) if dtype else None
+
+        def columns(name: str, dtype: str | None, is_output: bool = False) -> Operand | None:
+            return Operand(name, dtype, 1, lists, is_output) if dtype else None
+
+        def row_floats(name: str, there: bool, is_output: bool = False) -> Operand | None:
+            return Operand(name, "float32", self.rows, 1, is_output) if there else None
+
+        if self.op == "forward":
+            found = [
+                matrix("x", own),
+                columns("weight", self.weight_dtype),
+                columns("bias", more.bias_dtype),
+                matrix("residual", more.residual_dtype),
+                Operand("scale", "float32", 1, 1) if more.scale == "static" else None,
+                matrix("y", self.out_dtype, True),
+                row_floats("rstd", self.store_rstd, True),
+                matrix("residual_out", more.residual_out_dtype, True),
+                row_floats("scale", more.scale == "dynamic", True),
+            ]
+        else:
+            found = [
+                matrix("dout", self.out_dtype),
+                matrix("x", own),
+                columns("weight", self.weight_dtype),
+                row_floats("rstd", self.has_rstd),
+                matrix("dresidual_out", more.residual_out_dtype if self.need_dx else None),
+                matrix("dx", (more.dx_dtype or own) if self.need_dx else None, True),
+                columns("dweight", self.weight_dtype if self.need_dweight else None, True),
+                matrix("dresidual", more.residual_dtype if self.need_dx else None, True),
+                columns("dbias", more.bias_dtype, True),
+            ]
+        return tuple(operand for operand in found if operand)
+
     def logical_bytes(self) -> int:
         """Bytes that the operation must move through device memory, each tensor once.
 
         forward 2*M*N*a + N*w, backward 3*M*N*a + 2*N*w + 4*M (a, w: bytes of an activation and a
-        weight element; M, N: rows and cols). What is not asked for (dx, dweight), or not given
-        (rstd), is not counted, nor are dW's partial sums or forward's rstd.
+        weight element; M, N: rows and cols), and every other tensor by its own size. What is not
+        asked for (dx, dweight), or not given (rstd), is not counted, nor are dW's partial sums or
+        forward's rstd.
         """
-        m, n, a, w = self.rows, self.cols, self.element_bytes, self.weight_bytes
-        if self.op == "forward":
-            return 2 * m * n * a + n * w
-        moved = (2 + self.need_dx) * m * n * a + 4 * m * self.has_rstd
-        return moved + n * w * (self.need_dx + self.need_dweight)
+        unread = set() if self.op == "forward" or self.need_dx else {"weight"}
+        unread |= {"rstd"} if self.op == "forward" else set()
+        return sum(each.size_bytes for each in self.operands if each.name not in unread)
 
     def __repr__(self) -> str:
         """The call that makes it, without what is left at its default."""
@@ -191,14 +308,20 @@ class Problem:
         args = [str(self.rows), str(self.cols), repr(self.dtype)]
         if self.weight_dtype != self.dtype:
             args.append(f"weight_dtype={self.weight_dtype!r}")
-        names = [field.name for field in fields(Problem)]
-        changed = [name for name in names if getattr(self, name) != getattr(plain, name)]
-        args += [f"{name}={getattr(self, name)!r}" for name in changed]
+        for one, other in ((self, plain), (self.extras, NO_EXTRAS)):
+            names = [field.name for field in fields(one) if field.name != "extras"]
+            changed = [name for name in names if getattr(one, name) != getattr(other, name)]
+            for name in changed:
+                gradient = self.op == "backward" and name == "residual_out_dtype"
+                shown = "dresidual_out_dtype" if gradient else name
+                args.append(f"{shown}={getattr(one, name)!r}")
+        if self.extras.residual_dtype and not self.extras.residual_out_dtype:
+            args += ["residual_out_dtype=None"] * (self.op == "forward")
         return f"Problem.{self.op}({', '.join(args)})"
 
     def __str__(self) -> str:
         pair = f"{SHORT_NAME[self.dtype]}/{SHORT_NAME.get(self.weight_dtype or '', 'none')}"
-        return f"{self.op} {self.rows}x{self.cols} {pair}"
+        return f"{self.op} {self.rows}x{self.cols} {pair}{self.extras}"
 
 
 def _weight_dtype(weight_dtype: object, dtype: str) -> str | None:

@@ -17,8 +17,8 @@ from rmsnorm_raw.backends.cupy_backend import backend_of_device
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.interop import Device
-from rmsnorm_raw.launch import MATRICES, Tensor
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.problem import MATRICES, Problem
 from rmsnorm_raw.source import render
 
 #: problems, and binaries, kept by a process; a model needs a few dozen

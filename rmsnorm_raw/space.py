@@ -153,19 +153,20 @@ def row_chain(problem: Problem, config: Config) -> int:
 def grid_programs(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """Blocks of a persistent grid; on backward's two_pass the shares that the rows are dealt into.
 
-    Each leaves one row of fp32 partial sums of dW. Where a unit has several, the grid has no more
-    than make the same number of steps: 33.0 us at 4096x4096 bf16 backward in 256 of 16 rows, 33.3
-    in 264. Where it has one, all are used, or units would idle: 57.3 us at 4096x8192 in 128, 56.7
-    in 132 (H200, 2026-11).
+    Each leaves one row of fp32 partial sums of dW, and works on one of a token's heads. Where a
+    unit has several, the grid has no more than make the same number of steps: 33.0 us at 4096x4096
+    bf16 backward in 256 of 16 rows, 33.3 in 264. Where it has one, all are used, or units would
+    idle: 57.3 us at 4096x8192 in 128, 56.7 in 132 (H200, 2026-11).
     """
-    programs = max(1, config.programs) * device.compute_units
+    heads = problem.extras.heads
+    programs = max(1, max(1, config.programs) * device.compute_units // heads)
     if config.path == "two_pass":
         programs = max(1, programs // column_tiles(problem, config))
         return max(1, min(programs, problem.rows))
-    groups = max(1, -(-problem.rows // config.rows_per_block))
+    groups = max(1, -(-problem.tokens // config.rows_per_block))
     if config.programs <= 1:
-        return min(programs, groups)
-    return -(-groups // -(-groups // programs))
+        return min(programs, groups) * heads
+    return -(-groups // -(-groups // programs)) * heads
 
 
 def column_tiles(problem: Problem, config: Config) -> int:
@@ -189,9 +190,10 @@ def finishes_early(problem: Problem, device: DeviceSpec) -> bool:
 
 def dweight_chain(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """D of the error bounds: rows that a program accumulates plus partial rows summed."""
-    partials = grid_programs(problem, config, device)
+    programs, heads = grid_programs(problem, config, device), problem.extras.heads
     slots = 1 if config.path == "two_pass" else config.rows_per_block
-    return -(-problem.rows // (partials * slots)) + slots + partials
+    partials = programs // heads if problem.extras.per_head else programs
+    return -(-problem.rows // (programs * slots)) + slots + partials
 
 
 def row_vectors(problem: Problem) -> int:

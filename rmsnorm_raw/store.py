@@ -30,9 +30,10 @@ from rmsnorm_raw import environment, ladder, space
 from rmsnorm_raw.backends import Backend, Toolchain
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
+from rmsnorm_raw.dtypes import SHORT_NAME
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
 from rmsnorm_raw.measure import TIMING_PROTOCOL
-from rmsnorm_raw.problem import MAX_ROWS, SHORT_NAME, Problem
+from rmsnorm_raw.problem import MAX_ROWS, Problem
 from rmsnorm_raw.records import SCHEMA, Damaged, document, parse, sha256
 from rmsnorm_raw.records import Key as Key
 from rmsnorm_raw.records import Record as Record

@@ -31,8 +31,7 @@ def outputs(
         sizes["workspace"] += beyond_bytes
     made = {name: backend.allocate(size) for name, size in sizes.items()}
     tensors = {
-        name: launch.Tensor(address, problem.cols if name in launch.MATRICES else 0)
-        for name, (address, _) in made.items()
+        name: launch.dense_tensor(problem, name, address) for name, (address, _) in made.items()
     }
     check.write_inputs(problem, backend, tensors, SEED)
     if before is not None:

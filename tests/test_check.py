@@ -12,10 +12,11 @@ from rmsnorm_raw import bounds, check
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import Verdict, write_inputs
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidInput, WrongResult
 from rmsnorm_raw.gate import Case, HostEngine
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.problem import Problem
 
 DTYPES = ("fp16", "bf16", "fp32")
 PAIRS = [(x, w) for x in DTYPES for w in (*DTYPES, None)]

@@ -9,8 +9,9 @@ import pytest
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN, SIMULATED, DeviceSpec
+from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.ladder import PACED_BYTES, default_config
-from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import grid_programs, reject_reason
 
 GFX950, GFX942, SM_90 = (KNOWN[arch] for arch in ("gfx950", "gfx942", "sm_90"))

@@ -15,9 +15,10 @@ import pytest
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.kernels import prelude
 from rmsnorm_raw.ladder import default_config
-from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import Source, render, target_defines
 
 SM_90 = KNOWN["sm_90"]

@@ -14,7 +14,8 @@ from types import ModuleType
 
 import pytest
 
-from rmsnorm_raw.problem import SHORT_NAME, Problem
+from rmsnorm_raw.dtypes import SHORT_NAME
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rmsnorm_raw.dtypes import DTYPE_BYTES, dtype_name
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.problem import DTYPE_BYTES, MAX_COLS, Problem, dtype_name
+from rmsnorm_raw.problem import MAX_COLS, Problem
 
 dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN, SIMULATED, DeviceSpec
+from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.ladder import default_config
-from rmsnorm_raw.problem import DTYPE_BYTES, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 from rmsnorm_raw.space import (
     PROGRAMS,

@@ -21,9 +21,10 @@ from rmsnorm_raw.bandwidth import PROBES, Reading, Roofline, Variant
 from rmsnorm_raw.check import Verdict
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
+from rmsnorm_raw.dtypes import SHORT_NAME
 from rmsnorm_raw.errors import LaunchError, WrongResult
 from rmsnorm_raw.measure import Samples
-from rmsnorm_raw.problem import SHORT_NAME, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import sweep as study
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells, published_rows

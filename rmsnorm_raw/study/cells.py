@@ -8,7 +8,8 @@ from __future__ import annotations
 import csv
 from importlib import resources
 
-from rmsnorm_raw.problem import SHORT_NAME, Op, Problem
+from rmsnorm_raw.dtypes import SHORT_NAME
+from rmsnorm_raw.problem import Op, Problem
 
 #: the archive's name of an operation
 ARCHIVE_NAME: dict[Op, str] = {"forward": "fwd", "backward": "bwd"}

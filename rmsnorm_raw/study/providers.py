@@ -35,7 +35,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import clone_count, clone_plans
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import WrongResult
-from rmsnorm_raw.launch import MATRICES, Tensor
+from rmsnorm_raw.launch import dense_tensor
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Op, Problem
 
@@ -71,20 +71,22 @@ class Cell:
         """The peers' inputs, a clone each: the gate's data, in torch tensors."""
         import torch
 
-        problem, (rows, cols) = self.problem, (self.problem.rows, self.problem.cols)
-        shapes = {"x": ((rows, cols), problem.dtype), "weight": ((cols,), problem.weight_dtype)}
-        if problem.op == "backward":
-            shapes |= {"dout": shapes["x"], "rstd": ((rows,), "float32")}
+        problem = self.problem
+        inputs = [operand for operand in problem.operands if not operand.is_output]
         where = "cpu" if self.backend.device.simulated else "cuda"
         clones = tuple(
             {
-                name: torch.empty(shape, dtype=getattr(torch, str(dtype)), device=where)
-                for name, (shape, dtype) in shapes.items()
+                each.name: torch.empty(
+                    (each.rows, each.cols) if each.is_matrix else (each.rows * each.cols,),
+                    dtype=getattr(torch, each.dtype),
+                    device=where,
+                )
+                for each in inputs
             }
             for _ in range(self.clones)
         )
         first = {
-            name: Tensor(tensor.data_ptr(), cols if name in MATRICES else 0)
+            name: dense_tensor(problem, name, tensor.data_ptr())
             for name, tensor in clones[0].items()
         }
         check.write_inputs(problem, self.backend, first, seed=0, stream=self.stream)
