@@ -23,6 +23,7 @@ import numpy as np
 from rmsnorm_raw.array import numpy_dtype
 from rmsnorm_raw.backends.cupy_backend import RawStream, why_unavailable
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
+from rmsnorm_raw.strides import collapse as collapse
 
 Gpu = Literal["cuda", "rocm"]
 #: device types of dlpack.h that a CPU can read: kDLCPU, kDLCUDAHost, kDLROCMHost
@@ -140,32 +141,6 @@ def view(array: Any, stream: int | None = None) -> View:
             "pass a copy of it"
         )
     return seen
-
-
-def collapse(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(rows, cols, row_stride) of an array seen as a matrix in place; None if only a copy can be.
-
-    The last dimension must be dense. The leading ones must fall into one with a single stride, of 0
-    (one row, repeated) or at least a row's length (no two rows overlap).
-
-    Args:
-        shape: at least one dimension; the last one holds the row.
-        strides: in elements.
-    """
-    cols, rows = shape[-1], math.prod(shape[:-1])
-    if rows == 0 or cols == 0:
-        return rows, cols, cols
-    row_stride, merged = cols, 1
-    for size, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
-        if size == 1:
-            continue  # its stride is never used, and may be anything
-        if merged == 1:
-            row_stride = stride
-        elif stride != merged * row_stride:
-            return None
-        merged *= size
-    dense = cols == 1 or strides[-1] == 1
-    return (rows, cols, row_stride) if dense and (row_stride == 0 or row_stride >= cols) else None
 
 
 def contiguous(seen: View) -> View:
