@@ -15,10 +15,11 @@ from rmsnorm_raw import launch, module, space, store
 from rmsnorm_raw.backends import Backend, get_backend
 from rmsnorm_raw.backends.cupy_backend import backend_of_device
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.interop import Device
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import MATRICES, Problem
+from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 
 #: problems, and binaries, kept by a process; a model needs a few dozen
@@ -63,7 +64,8 @@ def prepare(
     problem = replace(problem, alignment=alignment_bytes)
     config, _ = store.choose(problem, backend, chosen)
     space.require_fit(problem, backend.device, config)
-    return ready(problem, config, _build(replace(problem, rows=1, eps=0.0), config, where))
+    alike = replace(problem, rows=problem.extras.heads, eps=0.0)
+    return ready(problem, config, _build(alike, config, where))
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -102,23 +104,32 @@ def serving(built: Ready, problem: Problem, alignment_bytes: int, where: Device)
 
 
 def _what_differs(one: Problem, other: Problem) -> str:
-    names = [field.name for field in fields(Problem)]
-    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
-    return ", ".join(f"{name}={getattr(one, name)!r}" for name in differing)
+    differing = []
+    for mine, theirs in ((one, other), (one.extras, other.extras)):
+        names = [field.name for field in fields(mine) if field.name != "extras"]
+        changed = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+        differing += [f"{name}={getattr(mine, name)!r}" for name in changed]
+    return ", ".join(differing)
 
 
 def alignment_bytes_of(problem: Problem, places: Mapping[str, Tensor]) -> int:
-    """Bytes of x that a lane may move at once, by all addresses and row strides.
+    """Bytes of x that a lane may move at once, by all addresses and strides.
 
-    The weight's element may have another size: the elements that v bytes of x hold are moved in
-    pieces of at most 16 bytes, and these must be aligned.
+    Elements have sizes of their own: as many of each tensor as v bytes of x hold are moved in
+    pieces of at most 16 bytes, and these must be aligned. Those of a row (rstd, a scale) are moved
+    one by one.
+
+    Args:
+        problem: whose alignment is asked for.
+        places: of its tensors; those that are left out are taken to be aligned.
     """
-    element, bits = problem.element_bytes, 16
-    for name in places.keys() & MATRICES:
-        bits |= places[name].address | places[name].row_stride * element
-    vec = bits & -bits  # the lowest bit that any of them has
-    if problem.weight_dtype is not None:
-        weight = places["weight"].address
-        while weight % min(16, vec // element * problem.weight_bytes):
+    vec = 16
+    for operand in problem.operands:
+        place = places.get(operand.name)
+        if place is None or operand.name in ("rstd", "scale"):
+            continue
+        each = stored_bytes(operand.dtype)
+        bits = place.address | (place.row_stride | place.head_stride) * each
+        while bits % min(16, vec // problem.element_bytes * each):
             vec //= 2
     return vec
