@@ -19,11 +19,13 @@ from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.interop import Device
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.problem import Problem, require_problem
 from rmsnorm_raw.source import render
 
 #: problems, and binaries, kept by a process; a model needs a few dozen
 KEPT = 1024
+#: the tensors that no caller sees, and what each is aligned to, in bytes
+SCRATCH, SCRATCH_ALIGNMENT = ("workspace", "counter"), 16
 
 
 class Ready(NamedTuple):
@@ -41,11 +43,29 @@ class Ready(NamedTuple):
     binary: module.Binary
     scratch: tuple[tuple[str, int], ...]
 
+    @property
+    def scratch_offsets(self) -> tuple[tuple[str, int], ...]:
+        """(name, offset) of these tensors in one piece of memory."""
+        offsets, offset = [], 0
+        for name, size_bytes in self.scratch:
+            offsets.append((name, offset))
+            offset += _aligned(size_bytes)
+        return tuple(offsets)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of that piece."""
+        return sum(_aligned(size_bytes) for _, size_bytes in self.scratch)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+
 
 def ready(problem: Problem, config: Config, binary: module.Binary) -> Ready:
     """Built kernels, with the scratch memory that a call of them wants."""
     sizes = launch.tensor_bytes(problem, config, binary.backend.device)
-    scratch = tuple((name, sizes[name]) for name in ("workspace", "counter") if name in sizes)
+    scratch = tuple((name, sizes[name]) for name in SCRATCH if name in sizes)
     return Ready(problem, config, binary, scratch)
 
 
@@ -66,6 +86,38 @@ def prepare(
     space.require_fit(problem, backend.device, config)
     alike = replace(problem, rows=problem.extras.heads, eps=0.0)
     return ready(problem, config, _build(alike, config, where))
+
+
+def workspace_bytes(
+    problem: Problem,
+    config: Config | str | None = None,
+    *,
+    backend: str | Backend | None = None,
+) -> int:
+    """Bytes of the ``workspace`` that calls of a problem want; 0 where they want none.
+
+    Args:
+        problem: as the call has it, with its alignment.
+        config: as the call's.
+        backend: "rocm", "cuda", "cpu" or a Backend; None for the one that is here.
+
+    Raises:
+        InvalidInput: no Problem was given.
+        InvalidConfig: the config does not fit.
+    """
+    require_problem(problem)
+    where = get_backend(backend) if backend is None or isinstance(backend, str) else backend
+    if not problem.rows or not problem.cols:
+        return 0
+    knobs, _ = store.choose(problem, where, config)
+    space.require_fit(problem, where.device, knobs)
+    sizes = launch.tensor_bytes(problem, knobs, where.device)
+    return sum(_aligned(sizes.get(name, 0)) for name in SCRATCH)
+
+
+def fp8_dtype(where: Device) -> str:
+    """The 8-bit float that a device converts to: OCP's e4m3, or its predecessor on gfx942."""
+    return "float8_e4m3fnuz" if _backend(where).device.arch == "gfx942" else "float8_e4m3fn"
 
 
 @functools.lru_cache(maxsize=KEPT)

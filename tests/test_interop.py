@@ -34,7 +34,7 @@ def gpu_view(kind: str = "cuda") -> View:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_and_torch_are_seen_alike(dtype: str) -> None:
-    host = np.arange(24, dtype=np.float32).astype(interop.numpy_dtype(dtype)).reshape(2, 3, 4)
+    host = np.arange(24, dtype=np.float32).astype(np.dtype(dtype)).reshape(2, 3, 4)
     tensor = torch.arange(24).to(getattr(torch, dtype)).reshape(2, 3, 4)
     for seen, address, library in (
         (view(host[:, ::2, 1:]), host.ctypes.data, NUMPY),
@@ -210,7 +210,7 @@ def test_a_traced_jax_array_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contiguous_copies_the_bits(dtype: str) -> None:
-    host = np.random.default_rng(0).standard_normal((4, 6, 5)).astype(interop.numpy_dtype(dtype))
+    host = np.random.default_rng(0).standard_normal((4, 6, 5)).astype(np.dtype(dtype))
     tensor = torch.randn(4, 6, 5).to(getattr(torch, dtype)).requires_grad_()
     for array in (host.transpose(1, 2, 0), tensor.permute(1, 2, 0), tensor[..., 2]):
         copy = interop.contiguous(view(array))
