@@ -67,28 +67,6 @@ def check_backward(
         check("dweight", result.dweight, dweight[None], spread[None])
 
 
-@pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """Where the kernels found their arrays, call by call."""
-    seen: list[dict[str, Tensor]] = []
-    make_plan = launch.make_plan
-
-    def record(problem: Any, config: Any, binary: Any, tensors: dict[str, Tensor]) -> Any:
-        seen.append(dict(tensors))
-        return make_plan(problem, config, binary, tensors)
-
-    monkeypatch.setattr(launch, "make_plan", record)
-    return seen
-
-
-@pytest.fixture
-def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise AssertionError("a launch was made")
-
-    monkeypatch.setattr(launch, "run", fail)
-
-
 # ---- every library -------------------------------------------------------------------------------
 
 

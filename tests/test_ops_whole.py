@@ -10,7 +10,6 @@ import pytest
 from library_arrays import LIBRARIES, address_of, bits, host, into, library_of, normal
 from whole_formula import check_backward, check_forward
 
-from rmsnorm_raw import launch
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.ops import Backward, Forward, rmsnorm_bwd, rmsnorm_fwd
 
@@ -26,20 +25,6 @@ def on_host(result: Forward | Backward) -> SimpleNamespace:
     return SimpleNamespace(
         **{name: None if each is None else host(each) for name, each in found.items()}
     )
-
-
-@pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-    """Where the kernels found their arrays, call by call."""
-    seen: list[dict[str, Tensor]] = []
-    make_plan = launch.make_plan
-
-    def record(problem: Any, config: Any, binary: Any, tensors: dict[str, Tensor]) -> Any:
-        seen.append(dict(tensors))
-        return make_plan(problem, config, binary, tensors)
-
-    monkeypatch.setattr(launch, "make_plan", record)
-    return seen
 
 
 # ---- values --------------------------------------------------------------------------------------
