@@ -5,9 +5,21 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.kernels import backward, blocks, finish, forward, pace, prelude, ring, rows
+from rmsnorm_raw.kernels import (
+    backward,
+    blocks,
+    extras,
+    finish,
+    forward,
+    pace,
+    prelude,
+    ring,
+    rows,
+)
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.space import (
     FINISH_BLOCK,
@@ -16,6 +28,8 @@ from rmsnorm_raw.space import (
     elements,
     finish_columns,
     require_fit,
+    ring_tensors,
+    row_stores,
 )
 
 
@@ -48,7 +62,10 @@ class Source:
         return f"<Source {self.name} {self.slug}, {lines} lines, digest {self.digest[:8]}>"
 
 
-_KIND = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32"}
+_KIND = {
+    "float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float8_e4m3fn": "E4M3",
+    "float8_e4m3fnuz": "E4M3_FNUZ",
+}  # fmt: skip
 _PATH = {
     "registers": "PATH_REGISTERS",
     "pingpong": "PATH_PINGPONG",
@@ -68,8 +85,10 @@ def target_defines(device: DeviceSpec) -> tuple[tuple[str, str], ...]:
 
 def whole_text(op: Op) -> str:
     """All the text that the configs of an operation are rendered from."""
-    shared = prelude.TEXT + rows.TEXT + blocks.TEXT + ring.TEXT + pace.TEXT
-    return shared + (forward.TEXT if op == "forward" else finish.TEXT + backward.TEXT)
+    shared = prelude.TEXT + rows.TEXT + extras.TEXT + blocks.TEXT + ring.TEXT + pace.TEXT
+    return shared + (
+        forward.TEXT if op == "forward" else finish.TEXT + backward.TEXT + finish.BIAS_TEXT
+    )
 
 
 def render(
@@ -90,7 +109,7 @@ def render(
     require_fit(problem, device, config)
     weight_dtype = problem.weight_dtype or problem.dtype
     bound = config.waves_per_eu if device.dialect == "amd" else config.min_blocks
-    common = {
+    common: dict[str, str | int] = {
         "RR_BLOCK": config.block,
         "RR_SECOND_BOUND": bound,
         "RR_THREADS_PER_ROW": config.threads_per_row,
@@ -116,8 +135,8 @@ def render(
             "RR_BULK": int(config.bulk),
             "RR_REREAD": int(config.reread),
             "RR_PACED": int(config.paced),
-            "RR_RING_TENSORS": 1 if forward_op else 2,
-            "RR_ROW_STORES": int(forward_op or problem.need_dx),
+            "RR_RING_TENSORS": ring_tensors(problem),
+            "RR_ROW_STORES": row_stores(problem, config),
         }
     if forward_op:
         own = {"RR_STORE_RSTD": int(problem.store_rstd)}
@@ -139,12 +158,43 @@ def render(
             entry_points = ("rmsnorm_backward_rows", "rmsnorm_backward_columns")
         if problem.need_dweight and not last_block:
             entry_points += ("rmsnorm_dweight",)
+        if problem.extras.bias_dtype:
+            entry_points += ("rmsnorm_dbias",)
     text = prelude.TEXT + rows.TEXT
+    if problem.extras:
+        common |= _extras_defines(problem)
+        text += extras.TEXT
     if config.blocks_per_row > 1 or config.bulk:
         text += blocks.TEXT
     if config.path == "lds":
         text += ring.TEXT + pace.TEXT * config.paced
     text += forward.TEXT if forward_op else finish.TEXT + backward.TEXT
+    if not forward_op and problem.extras.bias_dtype:
+        text += finish.BIAS_TEXT
     defines = target_defines(device) + tuple((k, str(v)) for k, v in (common | own).items())
     name = f"rmsnorm_{problem.op}.hip"
     return Source(name, text, defines, entry_points, config.slug)
+
+
+def _extras_defines(problem: Problem) -> dict[str, str | int]:
+    """What the kernels want to know of a problem's extras; a dtype that is not there is x's."""
+    more, own = problem.extras, problem.dtype
+    residual, residual_out = more.residual_dtype, more.residual_out_dtype
+    if problem.op == "backward" and not problem.need_dx:
+        residual = residual_out = None
+    return {
+        "RR_EXTRAS": 1,
+        "RR_Y": _KIND[problem.out_dtype],
+        "RR_DX": _KIND[more.dx_dtype or own],
+        "RR_HAS_BIAS": int(more.bias_dtype is not None),
+        "RR_B": _KIND[more.bias_dtype or own],
+        "RR_HAS_RESIDUAL": int(residual is not None),
+        "RR_RESIDUAL": _KIND[residual or own],
+        "RR_HAS_RESIDUAL_OUT": int(residual_out is not None),
+        "RR_RESIDUAL_OUT": _KIND[residual_out or own],
+        "RR_WEIGHT_OFFSET": f"{float(np.float32(more.weight_offset)).hex()}f",
+        "RR_LLAMA": int(more.casting == "llama"),
+        "RR_HEADS": more.heads,
+        "RR_PER_HEAD": int(more.per_head),
+        "RR_SCALE": f"SCALE_{more.scale.upper()}",
+    }

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from rmsnorm_raw.config import Config, Finish, Policy
 from rmsnorm_raw.device import DeviceSpec
+from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.problem import Problem
 
@@ -67,6 +68,21 @@ def chunks(problem: Problem, config: Config) -> int:
     return -(-problem.cols // (config.threads_per_row * elements(problem, config)))
 
 
+def ring_tensors(problem: Problem) -> int:
+    """Tensors whose rows a ring holds."""
+    more = problem.extras
+    if problem.op == "forward":
+        return 1 + (more.residual_dtype is not None)
+    return 2 + (more.residual_out_dtype is not None and problem.need_dx)
+
+
+def row_stores(problem: Problem, config: Config) -> int:
+    """Stores that a lane makes for one of its vectors of a row, each of at most 16 bytes."""
+    each = elements(problem, config)
+    outputs = (o for o in problem.operands if o.is_output and o.is_matrix)
+    return sum(-(-each * stored_bytes(output.dtype) // 16) for output in outputs)
+
+
 def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """An estimate of the 32-bit registers a lane needs without spilling.
 
@@ -78,15 +94,30 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     packed = max(1, config.vec // 4)
     weight = max(1, each * problem.weight_bytes // 4) if problem.weight_bytes else 0
     tensors = 1 if problem.op == "forward" else 2
+    extra = _extra_registers(problem, config, device)
     if config.path == "two_pass":
-        return OVERHEAD_REGISTERS + TILE_CHUNKS * tensors * packed + weight + each
+        return OVERHEAD_REGISTERS + TILE_CHUNKS * (tensors * packed + extra) + weight + each
     if device.dialect == "amd" and (problem.op == "backward" or config.path != "registers"):
-        return OVERHEAD_REGISTERS + chunks(problem, config) * _held_by_hiprtc(problem, config)
+        held = _held_by_hiprtc(problem, config) + extra
+        return OVERHEAD_REGISTERS + chunks(problem, config) * held
     held = 0 if config.reread else packed if problem.op == "forward" else 2 * each
     if problem.op == "backward":
         held += each * problem.need_dweight
-    chunk = held + weight + (tensors * packed if config.path == "pingpong" else 0)
+    chunk = held + weight + extra + (tensors * packed if config.path == "pingpong" else 0)
     return OVERHEAD_REGISTERS + chunks(problem, config) * chunk
+
+
+def _extra_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    """Registers of one chunk for a problem's extras: residual and bias, or its sums."""
+    more, each = problem.extras, elements(problem, config)
+    beside = more.residual_dtype if problem.op == "forward" else more.residual_out_dtype
+    held = max(1, each * stored_bytes(beside) // 4) if beside else 0
+    if beside and (device.dialect == "amd" or config.path == "pingpong"):
+        held *= 2  # the next row's too, or fp32 beside what was loaded
+    if more.bias_dtype:
+        as_loaded = max(1, each * stored_bytes(more.bias_dtype) // 4)
+        held += each if problem.op == "backward" or device.dialect == "amd" else as_loaded
+    return held
 
 
 def _held_by_hiprtc(problem: Problem, config: Config) -> int:
@@ -127,16 +158,19 @@ def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str,
         need = exchange
         if config.blocks_per_row > 1:
             need += 4 * (2 + config.blocks_per_row)
-        if problem.need_dweight and problem.op == "backward" and config.rows_per_block > 1:
+        column_sums = problem.need_dweight or problem.extras.bias_dtype
+        if column_sums and problem.op == "backward" and config.rows_per_block > 1:
             need = exchange + 4 * row_elements
         if config.path == "lds":
-            tensors = 1 if problem.op == "forward" else 2
+            tensors = ring_tensors(problem)
             row_bytes = row_elements * problem.element_bytes
             ring = config.stages * tensors * config.rows_per_block * row_bytes
             need = max(need, -(-(exchange + 64 * config.bulk) // 128) * 128 + ring)
         sizes = {f"rmsnorm_{problem.op}": need}
     if problem.op == "backward" and problem.need_dweight and config.finish != "last_block":
         sizes["rmsnorm_dweight"] = 2 * FINISH_BLOCK  # 4 floats for each run of 8 lanes
+    if problem.op == "backward" and problem.extras.bias_dtype:
+        sizes["rmsnorm_dbias"] = 2 * FINISH_BLOCK
     return sizes
 
 
@@ -218,6 +252,7 @@ def reject_reason(problem: Problem, device: DeviceSpec, config: Config) -> str |
         _reject_threads(problem, device, config)
         or _reject_vec(problem, config)
         or _reject_path(problem, device, config)
+        or _reject_extras(problem, device, config)
         or _reject_policies(device, config)
         or _reject_bounds(device, config)
         or _reject_grid(problem, config)
@@ -303,6 +338,34 @@ def _reject_path(problem: Problem, device: DeviceSpec, config: Config) -> str | 
             return "a bulk copy wants rows of whole 16-byte vectors"
     elif device.dialect == "amd" and config.threads_per_row % device.wave:
         return f"a wave's copies share one row: threads_per_row is whole waves of {device.wave}"
+    return None
+
+
+def _reject_extras(problem: Problem, device: DeviceSpec, config: Config) -> str | None:
+    more, own = problem.extras, problem.dtype
+    if more.scale != "none" and (reason := _reject_fp8(problem.out_dtype, device)):
+        return reason
+    if config.path == "lds":
+        forward = problem.op == "forward"
+        beside = [more.residual_dtype] if forward else [more.residual_out_dtype, more.out_dtype]
+        if others := [dtype for dtype in beside if dtype not in (own, None)]:
+            return f"a ring holds rows of one dtype, and beside {own} there is {others[0]}"
+    if more.heads > 1 and (config.path == "two_pass" or config.blocks_per_row > 1):
+        return "the rows of several heads a token are read once, each in one block"
+    if more.scale == "dynamic" and config.blocks_per_row > 1:
+        return "a row's own scale wants all of the row in one block"
+    if config.finish == "last_block" and (more.bias_dtype or more.heads > 1):
+        return "a finish by the last block has no dbias, and one head a token"
+    return None
+
+
+def _reject_fp8(out_dtype: str, device: DeviceSpec) -> str | None:
+    has = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
+    if out_dtype != has:
+        return f"{device.arch} converts to {has}, not {out_dtype}"
+    version = device.arch.removeprefix("sm_")
+    if device.dialect == "cuda" and version.isdigit() and int(version) < 89:
+        return f"{device.arch} has no conversion to {has}: sm_89 is the first"
     return None
 
 

@@ -6,14 +6,24 @@ from pathlib import Path
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
-from rmsnorm_raw.kernels import backward, blocks, finish, forward, pace, prelude, ring, rows
+from rmsnorm_raw.kernels import (
+    backward,
+    blocks,
+    extras,
+    finish,
+    forward,
+    pace,
+    prelude,
+    ring,
+    rows,
+)
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 
 GOLDEN = Path(__file__).parent / "golden"
 
 if __name__ == "__main__":
-    for module in (prelude, rows, blocks, ring, pace, finish, forward, backward):
+    for module in (prelude, rows, extras, blocks, ring, pace, finish, forward, backward):
         name = module.__name__.rsplit(".", 1)[1]
         (GOLDEN / f"{name}.hip").write_text(module.TEXT)
     problem = Problem.backward(32768, 8192, "bf16", weight_dtype="fp32")

@@ -28,6 +28,7 @@ extern "C" {
 int snprintf(char*, __SIZE_TYPE__, const char*, ...);
 float fmaf(float, float, float);
 float fabsf(float);
+float fmaxf(float, float);
 double fma(double, double, double);
 double sqrt(double);
 double fabs(double);

@@ -297,6 +297,18 @@ static inline rr_sim::u16 rr_sim_f16_bits(float value) {
   return (rr_sim::u16)((bits >> 16 & 0x8000u) | half);
 }
 
+// An 8-bit float of a value that it can hold: OCP's e4m3, or gfx942's, whose exponents begin one lower and
+// whose only NaN has the bits of a negative zero.
+static inline unsigned char rr_sim_e4m3_bits(float value, bool fnuz) {
+  const rr_sim::u32 bits = rr_sim::bits_of(value), size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) return fnuz ? 0x80 : (unsigned char)(bits >> 24 & 0x80u | 0x7fu);
+  const int least = fnuz ? -7 : -6, exponent = (int)(size >> 23) - 127;
+  const int binade = exponent < least ? least : exponent, shift = 20 + binade - exponent;
+  const rr_sim::u32 steps = shift > 25 ? 0 : rr_sim::round_shift((size & 0x7fffffu) | 0x800000u, shift);
+  const rr_sim::u32 magnitude = ((rr_sim::u32)(binade - least) << 3) + steps;
+  return (unsigned char)(fnuz && !magnitude ? 0 : (bits >> 24 & 0x80u) | magnitude);
+}
+
 static inline float rr_sim_f16_value(rr_sim::u16 half) {
   const rr_sim::u32 sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 0x3ffu;
   if (exponent == 0) return (sign ? -0x1p-24f : 0x1p-24f) * (float)fraction;

@@ -12,6 +12,7 @@ Version 1: vectors, conversions, policies, sums over the lanes of a wave by DPP,
 """
 
 TEXT = r"""
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -51,12 +52,14 @@ template <> struct alignas(16) Words<16> { u32 w[4]; };
 template <> struct alignas(8) Words<8> { u32 w[2]; };
 template <> struct alignas(4) Words<4> { u32 w[1]; };
 template <> struct alignas(2) Words<2> { u16 w[1]; };
+template <> struct Words<1> { u8 w[1]; };
 #define RR_EXACT(T, bytes) \
   static_assert(sizeof(T) == bytes && alignof(T) == bytes, "a vector has the wrong size")
 RR_EXACT(Words<16>, 16);
 RR_EXACT(Words<8>, 8);
 RR_EXACT(Words<4>, 4);
 RR_EXACT(Words<2>, 2);
+RR_EXACT(Words<1>, 1);
 
 #if RR_AMD && !defined(RR_SIMULATOR)
 // the nontemporal builtins want clang's own vectors
@@ -65,6 +68,7 @@ template <> struct Native<16> { typedef u32 type __attribute__((ext_vector_type(
 template <> struct Native<8> { typedef u32 type __attribute__((ext_vector_type(2))); };
 template <> struct Native<4> { typedef u32 type; };
 template <> struct Native<2> { typedef u16 type; };
+template <> struct Native<1> { typedef u8 type; };
 RR_EXACT(Native<16>::type, 16);
 RR_EXACT(Native<8>::type, 8);
 #endif
@@ -130,6 +134,10 @@ RR_FN void store_hinted(Words<2>* p, const Words<2>& v, u64 policy) {
   asm volatile("st.global.L2::cache_hint.u16 [%0], %1, %2;"
                ::"l"(p), "h"(v.w[0]), "l"(policy) : "memory");
 }
+RR_FN void store_hinted(Words<1>* p, const Words<1>& v, u64 policy) {
+  asm volatile("st.global.L2::cache_hint.u8 [%0], %1, %2;"
+               ::"l"(p), "h"((u16)v.w[0]), "l"(policy) : "memory");
+}
 #endif
 
 template <int POLICY, int BYTES> RR_FN Words<BYTES> load_words(const void* address) {
@@ -177,11 +185,13 @@ template <int POLICY, int BYTES> RR_FN void store_words(void* address, const Wor
 #endif
 }
 
-// ---- elements: storage is always u16 or u32, arithmetic always fp32 ---------------------------
+// ---- elements: storage is always u16 or u32 (fp8: u8), arithmetic always fp32 -----------------
 #define FP16 0
 #define BF16 1
 #define FP32 2
-#define ELEMENT_BYTES(KIND) ((KIND) == FP32 ? 4 : 2)
+#define E4M3 3       // OCP's: gfx950, CUDA
+#define E4M3_FNUZ 4  // gfx942's
+#define ELEMENT_BYTES(KIND) ((KIND) == FP32 ? 4 : (KIND) < FP32 ? 2 : 1)
 
 RR_FN float bf16_value(u32 bits) { return as_float(bits << 16); }
 RR_FN float f16_value(u16 bits) {
@@ -221,6 +231,34 @@ template <int KIND> RR_FN u32 round_pair(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   }
   return bits;
+#endif
+}
+
+// The value of a kind that is nearest to v.
+template <int KIND> RR_FN float rounded(float v) {
+  if constexpr (KIND == FP32) return v;
+  const u32 bits = round_pair<KIND == FP32 ? BF16 : KIND>(v, 0.0f);
+  return KIND == BF16 ? bf16_value(bits) : f16_value((u16)bits);
+}
+
+// Two values clamped, rounded to nearest even and packed as 8-bit floats; NaN stays NaN.
+template <int KIND> RR_FN u32 round_fp8(float low, float high) {
+#if !RR_AMD && !defined(RR_SIMULATOR)
+  static_assert(KIND == E4M3, "CUDA has OCP's e4m3");
+  u16 bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return bits;
+#else
+  constexpr float MOST = KIND == E4M3 ? 448.0f : 240.0f;
+  low = low > MOST ? MOST : low < -MOST ? -MOST : low;
+  high = high > MOST ? MOST : high < -MOST ? -MOST : high;
+#if defined(RR_SIMULATOR)
+  return rr_sim_e4m3_bits(low, KIND == E4M3_FNUZ) |
+         (u32)rr_sim_e4m3_bits(high, KIND == E4M3_FNUZ) << 8;
+#else
+  static_assert(KIND == (RR_GFX >= 950 ? E4M3 : E4M3_FNUZ), "each generation has its own e4m3");
+  return (u32)__builtin_amdgcn_cvt_pk_fp8_f32(low, high, 0, false) & 0xffffu;
+#endif
 #endif
 }
 
@@ -273,6 +311,14 @@ RR_FN void store_pack(void* base, u64 element, const float (&value)[COUNT]) {
     Words<pack.PIECE>& p = pack.piece[i / EACH];
     if constexpr (KIND == FP32) {
       p.w[i % EACH] = as_bits(value[i]);
+    } else if constexpr (KIND > FP32 && pack.PIECE == 1) {
+      p.w[0] = (u8)round_fp8<KIND>(value[i], 0.0f);
+    } else if constexpr (KIND > FP32 && pack.PIECE == 2) {
+      if (i % 2 == 0) p.w[0] = (u16)round_fp8<KIND>(value[i], value[i + 1]);
+    } else if constexpr (KIND > FP32) {
+      if (i % 4 == 0)
+        p.w[i % EACH / 4] = round_fp8<KIND>(value[i], value[i + 1]) |
+                            round_fp8<KIND>(value[i + 2], value[i + 3]) << 16;
     } else if constexpr (pack.PIECE == 2) {
       p.w[0] = (u16)round_pair<KIND>(value[i], 0.0f);
     } else {
@@ -309,42 +355,48 @@ RR_FN u32 uniform(u32 v) { return (u32)__builtin_amdgcn_readfirstlane((int)v); }
 RR_FN u64 uniform(u64 v) { return (u64)uniform((u32)(v >> 32)) << 32 | uniform((u32)v); }
 #endif
 
-// The sum of v over each aligned group of LANES lanes of a wave, in every lane of the group. All
-// lanes of the wave must be here. A butterfly: lanes add the same pairs, so all agree bitwise.
-template <int LANES> RR_FN float lane_sum(float v) {
+// v combined over each aligned group of LANES lanes of a wave, in every lane of the group. All of
+// the wave must be here. A butterfly: lanes combine the same pairs, so all agree bitwise.
+template <int LANES, typename Combine> RR_FN float over_lanes(float v, Combine combine) {
   static_assert(LANES <= RR_WAVE && (LANES & (LANES - 1)) == 0, "lanes: a power of two");
 #if RR_AMD
-  if constexpr (LANES >= 2) v += dpp<0xb1>(v);    // quad_perm [1,0,3,2]: the neighbour
-  if constexpr (LANES >= 4) v += dpp<0x4e>(v);    // quad_perm [2,3,0,1]: the other pair
-  if constexpr (LANES >= 8) v += dpp<0x141>(v);   // row_half_mirror: the other quad
-  if constexpr (LANES >= 16) v += dpp<0x140>(v);  // row_mirror: the other half row
+  if constexpr (LANES >= 2) v = combine(v, dpp<0xb1>(v));    // quad_perm [1,0,3,2]: the neighbour
+  if constexpr (LANES >= 4) v = combine(v, dpp<0x4e>(v));    // quad_perm [2,3,0,1]: the other pair
+  if constexpr (LANES >= 8) v = combine(v, dpp<0x141>(v));   // row_half_mirror: the other quad
+  if constexpr (LANES >= 16) v = combine(v, dpp<0x140>(v));  // row_mirror: the other half row
 #if RR_GFX >= 950
   if constexpr (LANES >= 32) {
     const u32 bits = as_bits(v);
     auto swapped = __builtin_amdgcn_permlane16_swap(bits, bits, false, false);
     const u32 even_row = swapped[0], odd_row = swapped[1];
-    v = as_float(even_row) + as_float(odd_row);
+    v = combine(as_float(even_row), as_float(odd_row));
   }
   if constexpr (LANES >= 64) {
     const u32 bits = as_bits(v);
     auto swapped = __builtin_amdgcn_permlane32_swap(bits, bits, false, false);
     const u32 low_half = swapped[0], high_half = swapped[1];
-    v = as_float(low_half) + as_float(high_half);
+    v = combine(as_float(low_half), as_float(high_half));
   }
 #else
-  // gfx942 has no permlane swaps: the four rows' sums are read into scalars
+  // gfx942 has no permlane swaps: the four rows' results are read into scalars
   if constexpr (LANES >= 32) {
-    const float low = read_lane(v, 0) + read_lane(v, 16);
-    const float high = read_lane(v, 32) + read_lane(v, 48);
-    v = LANES == 64 ? low + high : (threadIdx.x & 32) ? high : low;
+    const float low = combine(read_lane(v, 0), read_lane(v, 16));
+    const float high = combine(read_lane(v, 32), read_lane(v, 48));
+    v = LANES == 64 ? combine(low, high) : (threadIdx.x & 32) ? high : low;
   }
 #endif
 #else
 #pragma unroll
   for (int distance = 1; distance < LANES; distance *= 2)
-    v += __shfl_xor_sync(0xffffffffu, v, distance);
+    v = combine(v, __shfl_xor_sync(0xffffffffu, v, distance));
 #endif
   return v;
+}
+template <int LANES> RR_FN float lane_sum(float v) {
+  return over_lanes<LANES>(v, [](float a, float b) { return a + b; });
+}
+template <int LANES> RR_FN float lane_max(float v) {
+  return over_lanes<LANES>(v, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // A balanced tree over values FIRST to FIRST + COUNT - 1.

@@ -51,7 +51,7 @@ RR_FN u64 chunk_element(int c, u32 lane) {
 RR_FN u64 safe_element(int c, u32 lane, u32 vectors) {
   return in_row(c, lane, vectors) ? chunk_element(c, lane) : (u64)(vectors - 1) * RR_ELEMENTS;
 }
-typedef XPack Row[RR_CHUNKS];  // what a lane keeps of a row
+typedef XPack XRow[RR_CHUNKS];  // what a lane keeps of a row
 
 // Nothing moves across this: hiprtc would work on what has come before it asks for the rest.
 RR_FN void loads_first() {
@@ -61,21 +61,22 @@ RR_FN void loads_first() {
 }
 
 // Waits for loaded vectors: after the loads before this are issued, before any work on them.
-template <typename Kept, int COUNT> RR_FN void after_loads(Kept (&pack)[COUNT]) {
-  loads_first();
+template <typename Kept> RR_FN void await_pack([[maybe_unused]] Kept& pack) {
 #if RR_AMD && !defined(RR_SIMULATOR)
 #pragma unroll
-  for (int c = 0; c < COUNT; ++c) {
-#pragma unroll
-    for (int i = 0; i < Kept::PIECES; ++i) {
-      typedef typename Native<Kept::PIECE>::type T;
-      Words<Kept::PIECE>& piece = pack[c].piece[i];
-      T v = __builtin_bit_cast(T, piece);
-      asm volatile("" : "+v"(v)::"memory");
-      piece = __builtin_bit_cast(Words<Kept::PIECE>, v);
-    }
+  for (int i = 0; i < Kept::PIECES; ++i) {
+    typedef typename Native<Kept::PIECE>::type T;
+    Words<Kept::PIECE>& piece = pack.piece[i];
+    T v = __builtin_bit_cast(T, piece);
+    asm volatile("" : "+v"(v)::"memory");
+    piece = __builtin_bit_cast(Words<Kept::PIECE>, v);
   }
 #endif
+}
+template <typename Kept, int COUNT> RR_FN void after_loads(Kept (&pack)[COUNT]) {
+  loads_first();
+#pragma unroll
+  for (int c = 0; c < COUNT; ++c) await_pack(pack[c]);
 }
 #endif
 
@@ -154,4 +155,21 @@ template <int COUNT> RR_FN void row_sum(float (&value)[COUNT], float* area) {
     }
   }
 }
+
+#if !RR_EXTRAS
+// What is normalised, dout, the weight as it is applied, and which rows a block has: extras.py has
+// others.
+typedef XPack In;
+typedef XPack DPack;
+RR_FN XPack& x_of(In& in) { return in; }
+RR_FN DPack load_dout(const void* dout, u64 element) { return load_vector(dout, element); }
+RR_FN float weight_at(const WPack& w, int e) { return w[e]; }
+RR_FN u32 program() { return blockIdx.x; }
+RR_FN u32 programs() { return gridDim.x; }
+RR_FN i64 list_at(i64 row) { return row; }  // a row's place in rstd
+#define RR_LOAD_RESIDUAL(in, row, element)
+#define RR_FORWARD_EXTRAS
+#define RR_BACKWARD_EXTRAS
+#define RR_BACKWARD_HEADS
+#endif
 """

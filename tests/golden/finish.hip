@@ -42,7 +42,7 @@ RR_FN void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "m
 #endif
 #endif
 
-#if RR_NEED_DW && !RR_LAST_BLOCK
+#if (RR_NEED_DW && !RR_LAST_BLOCK) || (RR_EXTRAS && RR_HAS_BIAS)
 // Adds `partials` rows of fp32 sums. A block has RR_FINISH_COLUMNS columns, a lane a vector of them
 // from every FINISH_GROUPS-th row: little for each to do, for this kernel runs alone and its length
 // is latency. Sums meet over FINISH_RUN lanes first, then in LDS. dweight: (cols) in its own dtype.
@@ -55,6 +55,8 @@ constexpr int FINISH_RUNS = RR_FINISH_BLOCK / (FINISH_RUN * FINISH_VECTORS);
 constexpr int FINISH_GROUPS = FINISH_RUNS * FINISH_RUN;
 static_assert(FINISH_VECTORS * FINISH_VEC == RR_FINISH_COLUMNS, "a block has whole vectors");
 static_assert(FINISH_GROUPS * FINISH_VECTORS == RR_FINISH_BLOCK, "and every lane one of them");
+#endif
+#if RR_NEED_DW && !RR_LAST_BLOCK
 extern "C" __global__ void __launch_bounds__(RR_FINISH_BLOCK) rmsnorm_dweight(
     const float* partial, u32 partials, u32 cols, void* __restrict__ dweight) {
   RR_LDS(lds);

@@ -210,7 +210,7 @@ struct Ring {
   }
 
   // A tensor's row of stage `now`; what lies past its end is undefined.
-  RR_FN void read(int which, Row& kept) const {
+  RR_FN void read(int which, XRow& kept) const {
     const char* from = at(now, which) + lane * VEC_BYTES;
 #pragma unroll
     for (int c = 0; c < RR_CHUNKS; ++c)
