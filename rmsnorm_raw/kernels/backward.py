@@ -66,6 +66,19 @@ constexpr bool NEED_DX = RR_NEED_DX, NEED_DW = RR_NEED_DW;
 // mean(g * xhat) is needed for dx; a row's own rstd only where none was given
 constexpr bool SUMS_NEEDED = NEED_DX || !HAS_RSTD;
 
+#if RR_EXTRAS
+typedef Pack<RR_Y, RR_ELEMENTS> DPack;             // dout
+typedef Pack<RR_RESIDUAL_OUT, RR_ELEMENTS> GPack;  // the gradient of residual_out
+RR_FN DPack load_dout(const void* dout, u64 element) {
+  return load_pack<RR_Y, RR_ELEMENTS, RR_LOAD_POLICY>(dout, element);
+}
+RR_FN GPack load_beside(const void* dresidual_out, u64 element) {
+  return load_pack<RR_RESIDUAL_OUT, RR_ELEMENTS, RR_LOAD_POLICY>(dresidual_out, element);
+}
+#else
+typedef XPack DPack;
+RR_FN DPack load_dout(const void* dout, u64 element) { return load_vector(dout, element); }
+#endif
 #if defined(RR_CHUNKS)
 typedef DPack DRow[RR_CHUNKS];  // of dout
 // What a lane keeps of the gradient of residual_out, where there is one.

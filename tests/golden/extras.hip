@@ -2,19 +2,11 @@
 #define SCALE_NONE 0
 #define SCALE_STATIC 1
 #define SCALE_DYNAMIC 2
-constexpr bool HAS_BIAS = RR_HAS_BIAS, HAS_RESIDUAL = RR_HAS_RESIDUAL;
-constexpr bool HAS_RESIDUAL_OUT = RR_HAS_RESIDUAL_OUT;
+[[maybe_unused]] constexpr bool HAS_BIAS = RR_HAS_BIAS, HAS_RESIDUAL = RR_HAS_RESIDUAL;
+[[maybe_unused]] constexpr bool HAS_RESIDUAL_OUT = RR_HAS_RESIDUAL_OUT;
 typedef Pack<RR_B, RR_ELEMENTS> BPack;
-typedef Pack<RR_Y, RR_ELEMENTS> DPack;  // dout
 typedef Pack<RR_RESIDUAL, RR_ELEMENTS> RPack;
-typedef Pack<RR_RESIDUAL_OUT, RR_ELEMENTS> GPack;  // the gradient of residual_out
 
-RR_FN DPack load_dout(const void* dout, u64 element) {
-  return load_pack<RR_Y, RR_ELEMENTS, RR_LOAD_POLICY>(dout, element);
-}
-RR_FN GPack load_beside(const void* dresidual_out, u64 element) {
-  return load_pack<RR_RESIDUAL_OUT, RR_ELEMENTS, RR_LOAD_POLICY>(dresidual_out, element);
-}
 RR_FN float weight_at(const WPack& w, int e) {
   return RR_WEIGHT_OFFSET == 0.0f ? w[e] : w[e] + RR_WEIGHT_OFFSET;
 }

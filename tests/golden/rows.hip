@@ -149,12 +149,9 @@ template <int COUNT> RR_FN void row_sum(float (&value)[COUNT], float* area) {
 }
 
 #if !RR_EXTRAS
-// What is normalised, dout, the weight as it is applied, and which rows a block has: extras.py has
-// others.
+// What is normalised, the weight as it is applied, which rows a block has: extras.py has others.
 typedef XPack In;
-typedef XPack DPack;
 RR_FN XPack& x_of(In& in) { return in; }
-RR_FN DPack load_dout(const void* dout, u64 element) { return load_vector(dout, element); }
 RR_FN float weight_at(const WPack& w, int e) { return w[e]; }
 RR_FN u32 program() { return blockIdx.x; }
 RR_FN u32 programs() { return gridDim.x; }
