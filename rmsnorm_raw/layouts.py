@@ -6,6 +6,7 @@ Addresses enter by their alignment alone. The config comes from :func:`rmsnorm_r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -29,11 +30,13 @@ class Prepared(NamedTuple):
         launches: in order; none where there are no elements.
         workspace: elements of fp32 scratch memory.
         counter: whether a word is wanted that is 0 at first.
+        like_x: whether what torch allocates like x is contiguous without being told.
     """
 
     launches: tuple[PreparedLaunch, ...] = ()
     workspace: int = 0
     counter: bool = False
+    like_x: bool = False
 
 
 @store.until_saved(maxsize=KEPT)
@@ -55,7 +58,7 @@ def forward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, _, device, strides = x
+    shape, strides = x[0], x[3]
     if (found := collapse(shape, strides)) is None:
         return None
     rows, cols, row_stride = found
@@ -63,7 +66,7 @@ def forward(
         rows, cols, str(_dtype(x)), weight_dtype=_dtype(weight), eps=eps, store_rstd=store_rstd
     )
     places = {"x": Tensor(low, row_stride), "weight": Tensor(weight_low), "y": Tensor(0, cols)}
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
 @store.until_saved(maxsize=KEPT)
@@ -88,7 +91,7 @@ def backward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, _, device, strides = x
+    shape, strides = x[0], x[3]
     require_like(x, dout, rstd)
     found, of_dout = collapse(shape, strides), collapse(shape, dout[3])
     if found is None or of_dout is None:
@@ -102,18 +105,20 @@ def backward(
         "dout": Tensor(low, of_dout[2]), "x": Tensor(low, row_stride),
         "weight": Tensor(weight_low), "dx": Tensor(0, cols),
     }  # fmt: skip
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
-def _prepare(problem: Problem, device: Any, places: Mapping[str, Tensor]) -> Prepared:
+def _prepare(problem: Problem, x: Kind, places: Mapping[str, Tensor]) -> Prepared:
     if not problem.rows or not problem.cols:
         return Prepared()
+    shape, _, device, strides = x
     alignment_bytes = ready.alignment_bytes_of(problem, places)
     built = ready.prepare(problem, alignment_bytes, None, torch_device(device))
     sizes = launch.tensor_bytes(built.problem, built.config, built.binary.backend.device)
-    strides = {name: places[name].row_stride if name in places else 0 for name in sizes}
-    launches = launch.prepare(built.problem, built.config, built.binary, strides)
-    return Prepared(launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes)
+    row_strides = {name: places[name].row_stride if name in places else 0 for name in sizes}
+    launches = launch.prepare(built.problem, built.config, built.binary, row_strides)
+    like_x = tuple(strides) == tuple(math.prod(shape[at:]) for at in range(1, len(shape) + 1))
+    return Prepared(launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes, like_x)
 
 
 def require_fit(x: Kind, weight: Kind | None) -> None:

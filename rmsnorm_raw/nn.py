@@ -103,6 +103,9 @@ _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
+_empty_like, _contiguous = torch.empty_like, torch.contiguous_format
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # not in a torch for CPUs
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _is_eager(x: Any, weight: Any) -> bool:
@@ -174,7 +177,7 @@ def _forward(x: Any, weight: Any, eps: float, store_rstd: bool) -> tuple[Any, An
     prepared = layouts.forward(layout, kind, low, weight_low, eps, store_rstd)
     if prepared is None:
         return _forward(x.contiguous(), weight, eps, store_rstd)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = _empty_like(x) if prepared.like_x else _empty_like(x, memory_format=_contiguous)
     rstd, rstd_address = None, 0
     if store_rstd:
         rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -203,10 +206,10 @@ def _backward(
         return _backward(dout.contiguous(), x.contiguous(), weight, rstd, need_dx, need_dweight)
     dx, dx_address, dweight, dweight_address = None, 0, None, 0
     if need_dx:
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx = _empty_like(x) if prepared.like_x else _empty_like(x, memory_format=_contiguous)
         dx_address = dx.data_ptr()
     if need_dweight:
-        dweight = torch.empty_like(weight)
+        dweight = _empty_like(weight)
         dweight_address = dweight.data_ptr()
     if prepared.launches:
         given = (dout_address, address, weight_address, rstd_address, dx_address, dweight_address)
@@ -222,17 +225,18 @@ def _launch(prepared: layouts.Prepared, x: Any, addresses: tuple[int, ...]) -> N
     Scratch memory is torch's: it goes to whatever follows on the stream, and a graph's capture
     takes it from the graph's own pool.
     """
-    device, stream, scratch_address, counter_address = x.device, 0, 0, 0
+    stream = scratch_address = counter_address = 0
     if x.is_cuda:
-        if device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
+        index = x.get_device()
+        if index != _current_device():
+            with torch.cuda.device(index):
                 return _launch(prepared, x, addresses)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = _current_stream(index)
     if prepared.workspace:
-        scratch = torch.empty(prepared.workspace, dtype=torch.float32, device=device)
+        scratch = torch.empty(prepared.workspace, dtype=torch.float32, device=x.device)
         scratch_address = scratch.data_ptr()
     if prepared.counter:
-        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        counter = torch.zeros(1, dtype=torch.int32, device=x.device)
         counter_address = counter.data_ptr()
     given = (*addresses, scratch_address, counter_address)
     for launch in prepared.launches:

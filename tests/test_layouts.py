@@ -72,6 +72,24 @@ def test_what_must_be_copied(prepared: list[Problem]) -> None:
     assert prepared == []
 
 
+@pytest.mark.parametrize(
+    ("x", "like_x"),
+    [
+        (layout((128, 64, 1), 3, 2, 64), True),
+        (layout((1,), 64), True),
+        (layout((66, 1), 3, 64), False),
+        (layout((0, 1), 3, 64), False),
+        (layout((66, 1), 1, 64), False),  # contiguous to torch, with a stride of no use
+    ],
+)
+def test_only_contiguous_layouts_are_allocated_like_x(
+    prepared: list[Problem], x: Any, like_x: bool
+) -> None:
+    found = layouts.forward(x, kind(64), 0, 0, 1e-6, True)
+    assert found is not None
+    assert found.like_x == like_x
+
+
 def test_nothing_is_prepared_for_no_elements(prepared: list[Problem]) -> None:
     for shape in ((0, 64), (3, 0)):
         x, weight = layout((shape[1], 1), *shape), kind(shape[1])
