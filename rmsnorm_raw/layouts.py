@@ -1,7 +1,8 @@
 """What a call on torch tensors of one layout needs, found once and looked up from then on.
 
-Keys are what torch says of a tensor: (shape, dtype, device), its kind, and with strides its layout.
-Addresses enter by their alignment alone. The config comes from :func:`rmsnorm_raw.ready.prepare`.
+Keys are what torch says of a tensor: (shape, dtype, device), its kind, and with strides its layout;
+True stands for the strides of a contiguous tensor, and costs a call less. Addresses enter by their
+alignment alone. The config comes from :func:`rmsnorm_raw.ready.prepare`.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ class Prepared(NamedTuple):
     """What a layout needs.
 
     Attributes:
+        shape: x's, and that of the result that is like x.
+        strides: of that result, which is contiguous.
         launches: in order; none where there are no elements.
         workspace: elements of fp32 scratch memory.
         counter: whether a word is wanted that is 0 at first.
-        like_x: whether what torch allocates like x is contiguous without being told.
     """
 
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     launches: tuple[PreparedLaunch, ...] = ()
     workspace: int = 0
     counter: bool = False
-    like_x: bool = False
 
 
 @store.until_saved(maxsize=KEPT)
@@ -58,8 +61,7 @@ def forward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, strides = x[0], x[3]
-    if (found := collapse(shape, strides)) is None:
+    if (found := collapse(x[0], _strides(x))) is None:
         return None
     rows, cols, row_stride = found
     problem = Problem.forward(
@@ -91,9 +93,8 @@ def backward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, strides = x[0], x[3]
     require_like(x, dout, rstd)
-    found, of_dout = collapse(shape, strides), collapse(shape, dout[3])
+    found, of_dout = (collapse(x[0], _strides(layout)) for layout in (x, dout))
     if found is None or of_dout is None:
         return None
     rows, cols, row_stride = found
@@ -109,16 +110,26 @@ def backward(
 
 
 def _prepare(problem: Problem, x: Kind, places: Mapping[str, Tensor]) -> Prepared:
+    result = tuple(x[0]), _contiguous(x[0])
     if not problem.rows or not problem.cols:
-        return Prepared()
-    shape, _, device, strides = x
+        return Prepared(*result)
     alignment_bytes = ready.alignment_bytes_of(problem, places)
-    built = ready.prepare(problem, alignment_bytes, None, torch_device(device))
+    built = ready.prepare(problem, alignment_bytes, None, torch_device(x[2]))
     sizes = launch.tensor_bytes(built.problem, built.config, built.binary.backend.device)
     row_strides = {name: places[name].row_stride if name in places else 0 for name in sizes}
     launches = launch.prepare(built.problem, built.config, built.binary, row_strides)
-    like_x = tuple(strides) == tuple(math.prod(shape[at:]) for at in range(1, len(shape) + 1))
-    return Prepared(launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes, like_x)
+    return Prepared(*result, launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes)
+
+
+def _strides(layout: Kind) -> tuple[int, ...]:
+    shape, *_, strides = layout
+    return _contiguous(shape) if strides is True else strides
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that torch gives a new tensor."""
+    sizes = [max(size, 1) for size in shape]
+    return tuple(math.prod(sizes[at:]) for at in range(1, len(sizes) + 1))
 
 
 def require_fit(x: Kind, weight: Kind | None) -> None:

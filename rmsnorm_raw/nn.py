@@ -103,9 +103,12 @@ _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
-_empty_like, _contiguous = torch.empty_like, torch.contiguous_format
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # not in a torch for CPUs
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+# on the current GPU, past the dispatcher, as inductor's code allocates
+_empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None) or (
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+)
 
 
 def _is_eager(x: Any, weight: Any) -> bool:
@@ -163,27 +166,35 @@ def _gradients(ctx: Any, dout: Any, directly: bool) -> tuple[Any, Any]:
 
 def _forward(x: Any, weight: Any, eps: float, store_rstd: bool) -> tuple[Any, Any]:
     """(y, rstd), rstd None where it is not to be stored."""
-    if x.is_cpu and not _simulates():
-        return _formula_forward(x, weight, eps)
-    weight, weight_address = _dense(weight)
+    index = x.get_device()
+    if index < 0:
+        if not _simulates():
+            return _formula_forward(x, weight, eps)
+    elif index != _current_device():
+        with torch.cuda.device(index):
+            return _forward(x, weight, eps, store_rstd)
+    # _dense, _layout and _kind written out: without grad a call has no tenth of a microsecond to
+    # give away
+    kind, weight_address = None, 0
+    if weight is not None:
+        weight = weight.contiguous()
+        kind, weight_address = (weight.shape, weight.dtype, weight.device), weight.data_ptr()
     try:
         address = x.data_ptr()
     except RuntimeError as error:
         raise _not_dense(x) from error
-    # _layout and _kind written out: without grad a call has no tenth of a microsecond to give away
-    layout = x.shape, x.dtype, x.device, x.stride()
-    kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
+    layout = x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()
     low, weight_low = address & 15, weight_address & 15
     prepared = layouts.forward(layout, kind, low, weight_low, eps, store_rstd)
     if prepared is None:
         return _forward(x.contiguous(), weight, eps, store_rstd)
-    y = _empty_like(x) if prepared.like_x else _empty_like(x, memory_format=_contiguous)
+    y = _empty(prepared, x, index)
     rstd, rstd_address = None, 0
     if store_rstd:
         rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
         rstd_address = rstd.data_ptr()
     if prepared.launches:
-        _launch(prepared, x, (address, weight_address, y.data_ptr(), rstd_address))
+        _launch(prepared, index, (address, weight_address, y.data_ptr(), rstd_address))
     elif rstd is not None:
         rstd.fill_(rstd_of_nothing(eps))
     return y, rstd
@@ -193,9 +204,14 @@ def _backward(
     dout: Any, x: Any, weight: Any, rstd: Any, need_dx: bool, need_dweight: bool
 ) -> tuple[Any, Any]:
     """(dx, dweight), None where not needed."""
-    if x.is_cpu and not _simulates():
-        layouts.require_like(_kind(x), _kind(dout), _kind(rstd))
-        return _formula_backward(dout, x, weight, rstd, need_dx, need_dweight)
+    index = x.get_device()
+    if index < 0:
+        if not _simulates():
+            layouts.require_like(_kind(x), _kind(dout), _kind(rstd))
+            return _formula_backward(dout, x, weight, rstd, need_dx, need_dweight)
+    elif index != _current_device():
+        with torch.cuda.device(index):
+            return _backward(dout, x, weight, rstd, need_dx, need_dweight)
     (weight, weight_address), (rstd, rstd_address) = _dense(weight), _dense(rstd)
     address, dout_address = x.data_ptr(), dout.data_ptr()
     prepared = layouts.backward(
@@ -206,42 +222,45 @@ def _backward(
         return _backward(dout.contiguous(), x.contiguous(), weight, rstd, need_dx, need_dweight)
     dx, dx_address, dweight, dweight_address = None, 0, None, 0
     if need_dx:
-        dx = _empty_like(x) if prepared.like_x else _empty_like(x, memory_format=_contiguous)
+        dx = _empty(prepared, x, index)
         dx_address = dx.data_ptr()
     if need_dweight:
-        dweight = _empty_like(weight)
+        dweight = torch.empty_like(weight)
         dweight_address = dweight.data_ptr()
     if prepared.launches:
         given = (dout_address, address, weight_address, rstd_address, dx_address, dweight_address)
-        _launch(prepared, x, given)
+        _launch(prepared, index, given)
     elif dweight is not None:
         dweight.zero_()
     return dx, dweight
 
 
-def _launch(prepared: layouts.Prepared, x: Any, addresses: tuple[int, ...]) -> None:
-    """Launch on torch's current stream of x's device.
+def _empty(prepared: layouts.Prepared, x: Any, index: int) -> Any:
+    """A new contiguous tensor like x."""
+    if index < 0:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _empty_cuda(prepared.shape, prepared.strides, x.dtype)
+
+
+def _launch(prepared: layouts.Prepared, index: int, addresses: tuple[int, ...]) -> None:
+    """Launch on torch's current stream of the GPU of an index, which is the current one.
 
     Scratch memory is torch's: it goes to whatever follows on the stream, and a graph's capture
     takes it from the graph's own pool.
     """
+    where = "cpu" if index < 0 else "cuda"
     stream = scratch_address = counter_address = 0
-    if x.is_cuda:
-        index = x.get_device()
-        if index != _current_device():
-            with torch.cuda.device(index):
-                return _launch(prepared, x, addresses)
+    if index >= 0:
         stream = _current_stream(index)
     if prepared.workspace:
-        scratch = torch.empty(prepared.workspace, dtype=torch.float32, device=x.device)
+        scratch = torch.empty(prepared.workspace, dtype=torch.float32, device=where)
         scratch_address = scratch.data_ptr()
     if prepared.counter:
-        counter = torch.zeros(1, dtype=torch.int32, device=x.device)
+        counter = torch.zeros(1, dtype=torch.int32, device=where)
         counter_address = counter.data_ptr()
     given = (*addresses, scratch_address, counter_address)
     for launch in prepared.launches:
         launch(stream, given)
-    return None
 
 
 def _dense(tensor: Any) -> tuple[Any, int]:
@@ -257,7 +276,7 @@ def _not_dense(x: Any) -> InvalidInput:
 
 
 def _layout(tensor: Any) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+    return (*_kind(tensor), tensor.is_contiguous() or tensor.stride())
 
 
 def _kind(tensor: Any) -> Any:
