@@ -24,7 +24,7 @@ from rmsnorm_raw.source import Source
 # no deadline: the first example of a test may compile a kernel. "steady" tries the same examples in
 # every run, so that a build never fails by luck; look further with --hypothesis-profile=explore
 settings.register_profile("steady", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 
@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rmsnorm_raw")
     group.addoption("--sample", type=int, help="of each test, at most so many of its cases")
     group.addoption("--sample-seed", default="0", help="which ones")
+    group.addoption("--fuzz", type=int, default=500, help="so many random problems (test_fuzz.py)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
