@@ -63,8 +63,6 @@ def forward(
     if (found := collapse_all(shape, (strides,))) is None:
         return None
     rows, heads, (of_x,) = found
-    if heads > 1:  # TODO
-        return None
     problem = Problem.forward(
         rows, shape[-1], str(_dtype(x)), weight_dtype=_dtype(weight), eps=eps,
         store_rstd=store_rstd, heads=heads,
@@ -102,8 +100,6 @@ def backward(
     if (found := collapse_all(shape, (dout[3], strides))) is None:
         return None
     rows, heads, (of_dout, of_x) = found
-    if heads > 1:  # TODO
-        return None
     problem = Problem.backward(
         rows, shape[-1], str(_dtype(x)), weight_dtype=_dtype(weight), need_dx=need_dx,
         need_dweight=need_dweight, heads=heads,

@@ -24,7 +24,7 @@ COLS = plain.COLS
 FP8 = torch.float8_e4m3fn
 
 
-@pytest.fixture(params=["formula"])
+@pytest.fixture(params=["formula", "simulator"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv("RMSNORM_RAW_BACKEND", raising=False)
     if request.param == "simulator":
