@@ -243,7 +243,8 @@ def require_tunable(problem: Problem, effort: str, budget_s: float | None) -> No
         raise InvalidInput(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
     if budget_s is not None and not (isinstance(budget_s, numbers.Real) and budget_s > 0):
         raise InvalidInput(f"a budget of {budget_s!r} s: give seconds above 0, or None")
-    if not (problem.rows and problem.cols) or not (problem.need_dx or problem.need_dweight):
+    wanted = problem.need_dx or problem.need_dweight or problem.extras.bias_dtype
+    if not (problem.rows and problem.cols and wanted):
         raise InvalidInput(f"{problem} launches nothing: there is nothing to tune")
 
 
@@ -255,9 +256,8 @@ def _winner(problem: Problem, backend: Backend) -> Config | None:
 
 def _stays(problem: Problem, backend: Backend) -> Config:
     """What a record has where the ladder stays: its choice at the lower end of the bucket."""
-    return ladder.default_config(
-        replace(problem, rows=store.bucket(problem.rows)[0]), backend.device
-    )
+    first, _ = store.bucket(problem.rows, problem.extras.heads)
+    return ladder.default_config(replace(problem, rows=first), backend.device)
 
 
 def _rank(effort: str) -> int:

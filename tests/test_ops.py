@@ -221,11 +221,12 @@ def layouts() -> Iterator[tuple[str, Callable[[Array], Array], bool]]:
     yield "one row repeated", lambda a: np.broadcast_to(a[1, 2], (6, 4, 200)), True
     yield "misaligned", lambda a: a.reshape(-1)[1:4001].reshape(20, 200), True
     yield "odd row stride", lambda a: a.reshape(-1)[:4788].reshape(12, 399)[:, :64], True
-    yield "two strides", lambda a: a[:, :3, :64], False
+    yield "two strides", lambda a: a[:, :3, :64], True
+    yield "three strides", lambda a: a.reshape(2, 3, 4, 200)[:, :2, :3, :64], False
     yield "transposed", lambda a: a.transpose(2, 0, 1)[:40], False
     yield "reversed", lambda a: a[::-1, 0], False
     yield "every other element", lambda a: a[..., ::2], False
-    yield "rows repeat", lambda a: np.broadcast_to(a[:, :1], (6, 4, 200)), False
+    yield "rows repeat", lambda a: np.broadcast_to(a[:, :1], (6, 4, 200)), True
 
 
 LAYOUTS = [
@@ -572,7 +573,8 @@ FORWARD_FAULTS: list[tuple[str, dict[str, Any], str]] = [
 
 BACKWARD_FAULTS: list[tuple[str, dict[str, Any], str]] = [
     ("dout shape", {"dout": normal(5, 64)}, r"dout is float32 \(5, 64\) and must be like x"),
-    ("dout dtype", {"dout": X.astype(np.float16)}, "dout is float16"),
+    ("dout dtype", {"dout": X.astype(np.float64)}, "dout is float64"),
+    ("dout left out", {"dout": None}, "NoneType is no array"),
     ("rstd shape", {"rstd": np.ones((4, 1), np.float32)}, r"rstd is float32 \(4, 1\)"),
     ("rstd dtype", {"rstd": R.astype(np.float16)}, "rstd is float16"),
     ("rstd float64", {"rstd": R.astype(np.float64)}, "rstd is float64"),
