@@ -238,7 +238,7 @@ def collapse_all(
     leading, cols = len(shape) - 1, shape[-1]
     splits = [leading - 1] if per_head and shape[-2] != 1 else range(leading, 0, -1) or [0]
     for split in splits:
-        heads = math.prod(shape[split:-1])
+        heads = math.prod(shape[split:-1]) or 1
         if not per_head and heads > 1 and (heads > MAX_HEADS or cols > MAX_HEAD_COLS):
             continue
         found = [
