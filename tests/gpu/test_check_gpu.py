@@ -11,7 +11,10 @@ import pytest
 from rmsnorm_raw import check
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import verify
-from rmsnorm_raw.gate import DATA, Case, DeviceEngine, HostEngine
+from rmsnorm_raw.gate import Case, HostEngine
+from rmsnorm_raw.gate_data import DATA
+from rmsnorm_raw.gate_device import DeviceEngine
+from rmsnorm_raw.guarded import allocate
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.module import build
 from rmsnorm_raw.problem import Problem
@@ -45,7 +48,7 @@ def test_the_device_s_verdict_is_numpy_s(problem: Problem, gpu: Backend) -> None
 def test_both_engines_write_the_same_bytes(problem: Problem, gpu: Backend) -> None:
     for case in (Case(problem, SEED, exact=False), Case(problem, SEED, exact=True)):
         inputs, _ = check._names(problem)
-        buffers = {name: check._allocate(gpu, case, name, 0x7F) for name in inputs}
+        buffers = {name: allocate(gpu, case, name, 0x7F) for name in inputs}
         for name in set(DATA) & buffers.keys():
             buffer = buffers[name]
             written = []
