@@ -126,7 +126,7 @@ class Provider:
         name: in tables, test ids and CSV files.
         module: what is called.
         package: as it is installed.
-        prepare: builds, gates and binds it to a cell. Raises WrongResult where the gate fails, and
+        prepare: builds, gates and binds it to a Cell. Raises WrongResult where the gate fails, and
             whatever the package raises.
         pairs: (activation, weight) dtypes that it is compared on; empty for all.
     """
@@ -134,7 +134,7 @@ class Provider:
     name: str
     module: str
     package: str
-    prepare: Callable[[Cell], Contender]
+    prepare: Callable[[Any], Contender]
     pairs: tuple[tuple[str, str], ...] = ()
 
     def serves(self, problem: Problem) -> bool:
