@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from rmsnorm_raw.calls import Call, Chosen
 from rmsnorm_raw.calls import rstd_of_nothing as rstd_of_nothing
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.dtypes import optional_dtype_name
+from rmsnorm_raw.dtypes import fp8_dtype, optional_dtype_name
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
 from rmsnorm_raw.extras import Casting, Scale
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.ready import Ready, fp8_dtype
+from rmsnorm_raw.ready import Ready, arch_of
 
 
 class _Forward(NamedTuple):
@@ -163,7 +163,7 @@ def rmsnorm_fwd(
         eps=_number("eps", eps), store_rstd=store_rstd, bias_dtype=call.dtype("bias"),
         residual_dtype=call.dtype("residual"),
         residual_out_dtype=_residual_out_dtype(residual_out, residual_dtype),
-        out_dtype=fp8_dtype(call.x.device) if _is_fp8(out_dtype) else out_dtype,
+        out_dtype=fp8_dtype(arch_of(call.x.device)) if _is_fp8(out_dtype) else out_dtype,
         weight_offset=_number("weight_offset", weight_offset), casting=casting, heads=heads,
         per_head=per_head, scale=kind,
     )  # fmt: skip

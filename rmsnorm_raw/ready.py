@@ -115,9 +115,9 @@ def workspace_bytes(
     return sum(_aligned(sizes.get(name, 0)) for name in SCRATCH)
 
 
-def fp8_dtype(where: Device) -> str:
-    """The 8-bit float that a device converts to: OCP's e4m3, or its predecessor on gfx942."""
-    return "float8_e4m3fnuz" if _backend(where).device.arch == "gfx942" else "float8_e4m3fn"
+def arch_of(where: Device) -> str:
+    """The architecture of a device that arrays lie on."""
+    return _backend(where).device.arch
 
 
 @functools.lru_cache(maxsize=KEPT)
