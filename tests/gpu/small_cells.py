@@ -56,6 +56,8 @@ def main(wanted: str = "") -> None:
         check.write_inputs(problem, backend, tensors, seed=1)
         if "counter" in tensors:
             backend.fill(tensors["counter"].address, 0, 4, 0)
+        if config.paced:  # programs count from whatever the last word of the workspace holds
+            backend.fill(tensors["workspace"].address + sizes["workspace"] - 4, 0, 4, 0)
         launch.run(launch.make_plan(problem, config, binary, tensors))
         backend.synchronize(0)
         print(problem, config.slug, flush=True)
