@@ -157,7 +157,8 @@ def whole_forward(
     require_whole(x, weight, bias, residual, more)
     shape, _, device, strides = x
     matrices = (strides,) if residual is None else (strides, residual[3])
-    if (found := collapse_all(shape, matrices, more.per_head)) is None:
+    per_head = more.per_head and shape[-2] > 1
+    if (found := collapse_all(shape, matrices, per_head)) is None:
         return None
     rows, heads, (of_x, *of_residual) = found
     problem = Problem.forward(
@@ -165,7 +166,7 @@ def whole_forward(
         store_rstd=store_rstd, bias_dtype=_dtype(bias), residual_dtype=_dtype(residual),
         residual_out_dtype=more.residual_out_dtype, out_dtype=more.out_dtype,
         weight_offset=more.weight_offset, casting=more.casting, heads=heads,
-        per_head=more.per_head and heads > 1, scale=more.scale,
+        per_head=per_head, scale=more.scale,
     )  # fmt: skip
     low, weight_low, bias_low, residual_low = lows
     places = {"x": Tensor(low, *of_x), "weight": Tensor(weight_low), "bias": Tensor(bias_low)}
@@ -204,6 +205,7 @@ def whole_backward(
     """
     shape, _, device, strides = h
     matrices = [dout[3], strides] + ([] if dresidual_out is None else [dresidual_out[3]])
+    per_head = per_head and shape[-2] > 1
     if (found := collapse_all(shape, matrices, per_head)) is None:
         return None
     rows, heads, (of_dout, of_h, *of_dresidual_out) = found
@@ -211,7 +213,7 @@ def whole_backward(
         rows, shape[-1], str(_dtype(h)), weight_dtype=_dtype(weight), need_dx=dx_dtype is not None,
         need_dweight=need_dweight, bias_dtype=dbias_dtype, residual_dtype=dresidual_dtype,
         dresidual_out_dtype=_dtype(dresidual_out), out_dtype=_dtype(dout), dx_dtype=dx_dtype,
-        weight_offset=weight_offset, heads=heads, per_head=per_head and heads > 1,
+        weight_offset=weight_offset, heads=heads, per_head=per_head,
     )  # fmt: skip
     dout_low, low, weight_low, dresidual_out_low = lows
     places = {
@@ -236,7 +238,7 @@ def collapse_all(
         per_head: the heads are those of the last leading dimension.
     """
     leading, cols = len(shape) - 1, shape[-1]
-    splits = [leading - 1] if per_head and shape[-2] != 1 else range(leading, 0, -1) or [0]
+    splits = [leading - 1] if per_head else range(leading, 0, -1) or [0]
     for split in splits:
         heads = math.prod(shape[split:-1]) or 1
         if not per_head and heads > 1 and (heads > MAX_HEADS or cols > MAX_HEAD_COLS):
