@@ -14,21 +14,22 @@ measured again, sorted in search.csv.
 from __future__ import annotations
 
 import csv
+import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
+from time import perf_counter
 
 from rmsnorm_raw import bandwidth, environment, measure, module, stats, workbench
-from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import Roofline
 from rmsnorm_raw.candidates import Explorer
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import RmsnormRawError
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Limits, Samples
-from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import enumerate_configs, reject_reason
 from rmsnorm_raw.study import rooflines, sweep
 from rmsnorm_raw.study.folder import Row
@@ -48,6 +49,8 @@ SCREEN: Limits = {"min_samples": 12, "max_samples": 12, "warmup_s": 0.004}
 FINAL: Limits = {"min_samples": 60, "max_samples": 60}
 #: configs that are screened between two samplings of the ladder's, and that are measured again
 GROUP, FINALISTS = 8, 6
+#: the note of a config that was not among those
+SCREENED = "screened"
 #: the probe in the place of a peer: the time that it would take to move as many bytes
 PROBE = "copy"
 
@@ -183,14 +186,24 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 # ---- our other configs ---------------------------------------------------------------------------
 
 
-def chosen(problem: Problem, backend: Backend, slugs: Sequence[str], count: int) -> list[Config]:
-    """The ladder's config, then those of the slugs that fit, then ``count`` kept ones."""
-    device = backend.device
+def chosen(cell: WholeCell, slugs: Sequence[str], count: int) -> tuple[list[Config], list[Row]]:
+    """The ladder's config, those of the slugs, ``count`` kept ones; a row for each that is refused.
+
+    Kept ones come in the order in which a search tries them: from the ladder's outward.
+    """
+    problem, device = cell.problem, cell.backend.device
     ladder = default_config(problem, device)
     given = [Config.parse(slug) for slug in slugs]
-    fit = [config for config in given if not reject_reason(problem, device, config)]
-    explorer = Explorer(enumerate_configs(problem, device).kept, ladder)
-    return list(dict.fromkeys((ladder, *fit, *explorer.take(count))))
+    reasons = {config: reject_reason(problem, device, config) for config in given}
+    kept = Explorer(enumerate_configs(problem, device).kept, ladder).take(count)
+    fit = [config for config in given if not reasons[config]]
+    refused = [_failed(cell, it, "constraints", why) for it, why in reasons.items() if why]
+    return list(dict.fromkeys((ladder, *fit, *kept))), refused
+
+
+def _failed(cell: WholeCell, config: Config, verdict: str, why: str) -> Row:
+    named = {"cell": cell.name, "config": config.slug, "verdict": verdict}
+    return dict.fromkeys(SEARCH_COLUMNS, "") | named | {"note": why.partition("\n")[0]}
 
 
 def search(plan: WholeCell, configs: Sequence[Config]) -> list[Row]:
@@ -221,7 +234,7 @@ def search(plan: WholeCell, configs: Sequence[Config]) -> list[Row]:
     finalists = sorted(others, key=ratios.__getitem__, reverse=True)[:FINALISTS]
     final = time([ladder, *finalists], FINAL)
     taken |= final
-    notes = dict.fromkeys(taken, "screened")
+    notes = dict.fromkeys(taken, SCREENED)
     for config, it in final.items():
         found = stats.compare(final[ladder].times_us, it.times_us)
         ratios[config], notes[config] = found.ratio, "the ladder's"
@@ -247,29 +260,35 @@ def _gated(cell: WholeCell, config: Config) -> Contender | Row:
         return of_config(cell, config, module.build(rendered, cell.backend))
     except RmsnormRawError as error:
         cell.backend.synchronize(cell.stream)  # raises where the device is lost
-        return dict.fromkeys(SEARCH_COLUMNS, "") | {
-            "cell": cell.name, "config": config.slug, "verdict": type(error).__name__,
-            "note": str(error).partition("\n")[0],
-        }  # fmt: skip
+        return _failed(cell, config, type(error).__name__, str(error))
 
 
-def search_all(
-    cells: Sequence[WholeCell], backend: Backend, slugs: Sequence[str], count: int, out: Path
-) -> None:
+def search_all(cells: Sequence[WholeCell], slugs: Sequence[str], count: int, out: Path) -> None:
     """Build all configs of all cells, a core each; then search, print and write cell by cell."""
-    planned = [(cell, chosen(cell.problem, backend, slugs, count)) for cell in cells]
-    sweep.build_all([(cell.problem, c) for cell, configs in planned for c in configs], backend)
+    began = perf_counter()
+    planned = [(cell, *chosen(cell, slugs, count)) for cell in cells]
+    backend = cells[0].backend
+    sweep.build_all([(cell.problem, c) for cell, configs, _ in planned for c in configs], backend)
+    print(f"\nbuilt in {perf_counter() - began:.0f} s", flush=True)
     with (out / "search.csv").open("w", newline="") as file:
-        found = csv.DictWriter(file, SEARCH_COLUMNS)
-        found.writeheader()
-        for cell, configs in planned:
-            print(f"\n{cell.name}: {len(configs)} configs, speed over the ladder's")
-            for row in search(cell, configs):
-                found.writerow(row)
-                ratio, us = row["ratio"] or "-", row["median_us"] or "-"
-                print(f"  {us:>9} us {ratio:>7}  {row['config']:36} {row['verdict']} {row['note']}")
+        table = csv.DictWriter(file, SEARCH_COLUMNS)
+        table.writeheader()
+        for cell, configs, refused in planned:
+            rows = search(cell, configs) + refused
+            table.writerows(rows)
             file.flush()
-            sys.stdout.flush()
+            print("\n".join(search_lines(cell.name, rows)), flush=True)
+
+
+def search_lines(name: str, rows: Sequence[Row]) -> Iterator[str]:
+    """The fastest and the ladder's, as measured again; then what failed, counted by why."""
+    yield f"\n{name}: {len(rows)} configs, speed over the ladder's"
+    for row in rows:
+        if row["median_us"] and row["note"] != SCREENED:
+            interval = f"[{row['low_us']}, {row['high_us']}]"
+            yield f"  {row['median_us']:>9} us {interval:21} {row['config']:34} {row['note']}"
+    why = Counter(f"{row['verdict']}: {row['note']}" for row in rows if not row["median_us"])
+    yield from (f"  {count} of {len(rows)} {reason[:160]}" for reason, count in why.most_common(5))
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -284,11 +303,15 @@ def main() -> int:
     options.add_argument("--no-peers", action="store_true")
     options.add_argument("--try", dest="slugs", default="", metavar="SLUG,SLUG")
     options.add_argument("--search", default="0", metavar="N")
-    args = options.parse_args()
+    args, began = options.parse_args(), perf_counter()
     backend, out = on_gpu("whole_operator", args.out), args.out
+    if importlib.util.find_spec("torch") is None:
+        sys.exit("perf.whole_operator works on torch's tensors: pip install torch")
     stream = current_stream(backend)
     parts = args.cells.split(",")
     cells = [cell for cell in whole_cells(backend, stream) if any(p in cell.name for p in parts)]
+    if not cells:
+        sys.exit(f"--cells {args.cells}: no cell has one of these in its name")
     ladders = [(cell.problem, default_config(cell.problem, backend.device)) for cell in cells]
     sweep.build_all(ladders, backend)
     opening = bandwidth.roofline(backend, stream=stream)
@@ -316,6 +339,7 @@ def main() -> int:
         "roofline_opening": rooflines.roofline_facts(opening),
         **rooflines.closing_facts(opening, closing),
         "missing": sorted(absent),
+        "wall_s": perf_counter() - began,
         "bars": [line for line, _ in held],
     }
     drift = f"drift {facts['drift_pct']:.3f} %{', suspect' * bool(facts['suspect'])}"
@@ -326,7 +350,7 @@ def main() -> int:
     slugs = [slug for slug in args.slugs.split(",") if slug]
     count = sys.maxsize if args.search == "all" else int(args.search)
     if slugs or count:
-        search_all(cells, backend, slugs, count, out)
+        search_all(cells, slugs, count, out)
     return int(not all(holds for _, holds in held))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.study import whole_cells as study
+from rmsnorm_raw.study import peer_gate
 from rmsnorm_raw.study.providers import Provider
 from rmsnorm_raw.study.whole_cells import WholeCell, whole_cells
 from rmsnorm_raw.study.whole_providers import whole_providers
@@ -126,10 +128,10 @@ def test_the_gates_reference_is_torchs(
     """Results that are rounded once have half of the error that the limits allow."""
     cell = next(cell for cell in whole_cells(cpu64) if cell.name == name)
     row = cell.inputs[0]["x"][0].numel()
-    monkeypatch.setattr(study, "GATE_ELEMENTS", 5 * row)  # several blocks and a rest
+    monkeypatch.setattr(peer_gate, "GATE_ELEMENTS", 5 * row)  # several blocks and a rest
     verdict = cell.judge(right(cell))
     assert verdict.passed
-    assert verdict.worst.keys() == set(cell.judged)
+    assert verdict.worst.keys() == set(peer_gate.judged(cell.problem))
     for output, worst in verdict.worst.items():
         assert worst < (0.1 if output == "scale" else 0.65), (output, worst)
 
@@ -138,7 +140,7 @@ def test_the_gates_reference_is_torchs(
 def test_the_gate_asks_for_every_output(name: str, cpu64: Backend) -> None:
     cell = next(cell for cell in whole_cells(cpu64) if cell.name == name)
     results = right(cell)
-    for output in cell.judged:
+    for output in peer_gate.judged(cell.problem):
         off = results[output].double() * 1.06
         off = off.clamp(-448, 448) if output == "y" else off
         wrong = results | {output: off.float().to(results[output].dtype)}
@@ -412,10 +414,13 @@ def test_a_search_has_the_ladders_config_beside_the_others(
 ) -> None:
     cell = cell_of("heads-forward", cpu64)
     slugs = ["b128-t16-v16-reg", "b64-t64-v16-reg-lk"]
-    configs = perf.chosen(cell.problem, cpu64, slugs, 3)
+    configs, refused = perf.chosen(cell, slugs, 3)
     assert configs[0] == perf.default_config(cell.problem, cpu64.device)
     assert configs[1].slug == "b128-t16-v16-reg"
-    assert len(configs) == len(set(configs)) == 5  # the second slug does not fit
+    assert len(configs) == len(set(configs)) == 5
+    (row,) = refused
+    assert (row["config"], row["verdict"], row["median_us"]) == (slugs[1], "constraints", "")
+    assert row["note"]
     rows = perf.search(cell, configs)
     assert {row["config"] for row in rows} == {config.slug for config in configs}
     ratios = [float(row["ratio"]) for row in rows]
@@ -423,14 +428,17 @@ def test_a_search_has_the_ladders_config_beside_the_others(
     (ladder,) = (row for row in rows if row["config"] == configs[0].slug)
     assert math.isclose(float(ladder["ratio"]), 1.0)
     assert ladder["note"] == "the ladder's"
-    assert all(row.keys() == set(perf.SEARCH_COLUMNS) for row in rows)
+    assert all(row.keys() == set(perf.SEARCH_COLUMNS) for row in (*rows, *refused))
+    lines = [*perf.search_lines(cell.name, [*rows, *refused])]
+    assert [line.split()[4] for line in lines[1:-1]] == [row["config"] for row in rows]
+    assert lines[-1].startswith("  1 of 6 constraints: ")
 
 
 def test_a_config_that_fails_its_gate_has_a_row_and_no_time(
     perf: ModuleType, cpu64: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = cell_of("heads-forward", cpu64)
-    configs = perf.chosen(cell.problem, cpu64, [], 2)
+    configs, _ = perf.chosen(cell, [], 2)
     judge = WholeCell.judge
     judged: list[Any] = []
 
@@ -445,3 +453,47 @@ def test_a_config_that_fails_its_gate_has_a_row_and_no_time(
     assert rows[-1]["config"] == configs[1].slug
     assert not rows[-1]["median_us"]
     assert "y is off" in rows[-1]["note"]
+
+
+# ---- torch.compile, and the suite ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", ["residual-forward", "fp8-dynamic", "fp8-dynamic-residual", "fp8-static-residual"]
+)
+def test_compile_passes_its_gate(
+    kind: str, cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = torch.compile
+    seen: list[dict[str, Any]] = []
+
+    def quickly(function: Any, **options: Any) -> Any:
+        seen.append(options)
+        return compiled(function, backend="aot_eager", **options)  # all but the code generator
+
+    monkeypatch.setattr(torch, "compile", quickly)
+    cell = cell_of(kind, cpu64)
+    contender = provider_of(cell, "compile").prepare(cell)
+    assert contender.verdict.passed
+    assert seen == [{"dynamic": False, "fullgraph": True}]
+    for call in contender.calls:
+        call()
+
+
+def test_the_cells_are_a_suite() -> None:
+    pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", "perf", "--benchmark-only", "-p", "no:cacheprovider",
+            "-k", "operator and (heads-forward or fp8-dynamic-32768x4096)",
+        ],
+        cwd=ROOT, capture_output=True, text=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+        | {"RMSNORM_RAW_BACKEND": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = done.stdout[done.stdout.index("rmsnorm_raw beside its peers") :]
+    assert "times are simulated" in printed
+    for group in ("operator-heads-forward-8192x32x128", "operator-fp8-dynamic-32768x4096"):
+        assert f"\n{group}" in printed
+    assert "2 passed, 2 skipped" in printed

@@ -1,4 +1,4 @@
-"""Cells of the whole operator: what is compared beside the study's 90, its tensors and its gate.
+"""Cells of the whole operator: what is compared beside the study's 90, and its tensors.
 
 Residual add and norm, their backward, a norm of each head of a packed qkv, and 8-bit outputs; the
 plain operation at the same shapes beside them. Tensors are torch's, clones that calls rotate over,
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +17,10 @@ from typing import Any
 from rmsnorm_raw import check
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import clone_count
-from rmsnorm_raw.dtypes import LARGEST_FP8
 from rmsnorm_raw.extras import Scale
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.problem import MATRICES, Operand, Problem
-from rmsnorm_raw.study.providers import LIMITS
+from rmsnorm_raw.study import peer_gate
 
 ROWS, WIDTHS = 32768, (1024, 2048, 4096, 8192)
 FP8_WIDTHS = (4096, 8192)
@@ -31,12 +29,7 @@ TOKENS, HEADS, PACKED_HEADS, HEAD_COLS = 8192, 32, 48, 128
 #: rows, or tokens, of a cell on the simulator
 SIMULATED_ROWS = 12
 FP8 = "float8_e4m3fn"
-#: twice the relative L2 error of one rounding to 3 stored bits, as LIMITS has for 7 and 10
-FP8_LIMIT = 5e-2
 STATIC_SCALE = 0.0185  # the largest y, some 8, becomes some 448
-#: elements that the gate works on at a time, in several float64 temporaries
-GATE_ELEMENTS = 1 << 24
-LEAST_SCALE = 2.0**-100
 
 Tensors = dict[str, Any]  # torch's, by name
 
@@ -87,9 +80,8 @@ class WholeCell:
         if "dout" in first:
             first["dout"].add_(first["x"], alpha=0.5)
         if "rstd" in first:
-            for rows, x in self._blocks(first["x"]):
-                square = x.double().square().mean(-1) + self.problem.eps
-                first["rstd"][rows].copy_(square.rsqrt())
+            square = first["x"].float().square().mean(-1) + self.problem.eps
+            first["rstd"].copy_(square.rsqrt())
         others = [
             {o.name: self._empty(o) for o in self.problem.operands if not o.is_output}
             for _ in range(1, self.clones)
@@ -136,105 +128,10 @@ class WholeCell:
             return packed[:, : heads * problem.cols].unflatten(1, (heads, problem.cols))
         return make(shape)
 
-    def _blocks(self, *matrices: Any) -> Iterator[tuple[Any, ...]]:
-        """Slices of tokens, of few enough elements each, and what matrices have there."""
-        first = matrices[0]
-        step = max(1, GATE_ELEMENTS // (first[0].numel()))
-        for start in range(0, first.shape[0], step):
-            rows = slice(start, start + step)
-            yield rows, *(matrix[rows] for matrix in matrices)
-
-    # ---- the gate --------------------------------------------------------------------------------
-
     def judge(self, results: Mapping[str, Any]) -> check.Verdict:
-        """Relative L2 errors against float64, and inputs left as they were.
-
-        Args:
-            results: what was computed from the first clone: y, residual_out and a dynamic scale of
-                forward; dx and dweight of backward. rstd is not asked for: of Liger's it is that
-                of the rounded sum.
-        """
-        import torch
-
-        limits = {name: self._limit(name) for name in self.judged}
-        errors = self._errors(results)
-        faults = [
-            f"relative L2 error of {name} is {error:.3g}, over {limits[name]:.3g}"
-            for name, error in errors.items()
-            if not error <= limits[name]  # a NaN is over it too
-        ]
+        """The peers' gate on what was computed from the first clone."""
         clone, untouched = self.inputs[:2]
-        faults += [
-            f"{name} was written, and it is an input"
-            for name, tensor in clone.items()
-            if not torch.equal(tensor, untouched[name])
-        ]
-        worst = {name: error / limits[name] for name, error in errors.items()}
-        return check.Verdict(not faults, worst, seed=0, message="; ".join(faults))
-
-    @property
-    def judged(self) -> tuple[str, ...]:
-        """The outputs that every contender must have."""
-        written = [operand.name for operand in self.problem.operands if operand.is_output]
-        return tuple(name for name in written if name != "rstd")
-
-    def _limit(self, name: str) -> float:
-        dtypes = {o.name: o.dtype for o in self.problem.operands if o.is_output}
-        if dtypes[name] in LARGEST_FP8:
-            return FP8_LIMIT
-        own = LIMITS[self.problem.dtype] if name == "dweight" else 0.0
-        return max(own, LIMITS[dtypes[name]])
-
-    def _errors(self, results: Mapping[str, Any]) -> dict[str, float]:
-        squares = {name: [0.0, 0.0] for name in self.judged}  # of the error, and of what is right
-
-        def add(name: str, got: Any, want: Any) -> None:
-            squares[name][0] += float((got.double() - want).square().sum())
-            squares[name][1] += float(want.square().sum())
-
-        if self.problem.op == "forward":
-            for rows, want in self._forward():
-                scale = want.pop("divisor")
-                for name in self.judged:
-                    got = results[name][rows].float().double()  # an 8-bit one only becomes float32
-                    add(name, got * scale if name == "y" else got.view_as(want[name]), want[name])
-        else:
-            dweight: Any = 0.0
-            for rows, dx, products in self._backward():
-                add("dx", results["dx"][rows], dx)
-                dweight = dweight + products
-            add("dweight", results["dweight"], dweight)
-        return {name: math.sqrt(error / norm) for name, (error, norm) in squares.items()}
-
-    def _forward(self) -> Iterator[tuple[Any, Tensors]]:
-        """Rows, and what is right there in float64; y as it is before it is divided."""
-        t, problem = self.inputs[0], self.problem
-        for rows, x in self._blocks(t["x"]):
-            h = x.double() + (t["residual"][rows].double() if "residual" in t else 0.0)
-            y = h * (h.square().mean(-1, keepdim=True) + problem.eps).rsqrt()
-            y *= t["weight"].double()
-            want = {"y": y, "residual_out": h, "divisor": 1.0}
-            largest = LARGEST_FP8.get(problem.out_dtype, 1.0)
-            if problem.extras.scale == "dynamic":
-                scale = (y.abs().amax(-1, keepdim=True) / largest).clamp(min=LEAST_SCALE)
-                want |= {"scale": scale, "divisor": scale}
-            elif problem.extras.scale == "static":
-                scale = t["scale"].double()
-                want |= {"y": y.clamp(-largest * scale, largest * scale), "divisor": scale}
-            yield rows, want
-
-    def _backward(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Rows, dx there in float64, and what they add to dweight."""
-        t = self.inputs[0]
-        weight = t["weight"].double()
-        for rows, x, dout in self._blocks(t["x"], t["dout"]):
-            rstd = t["rstd"][rows].double().unsqueeze(-1)
-            xhat, dy = x.double() * rstd, dout.double()
-            g = dy * weight
-            dx = (g - xhat * (g * xhat).mean(-1, keepdim=True)) * rstd
-            if "dresidual_out" in t:
-                dx += t["dresidual_out"][rows].double()
-            yield rows, dx, (dy * xhat).sum(0)
+        return peer_gate.judge(self.problem, clone, untouched, results)
 
 
 def placed(problem: Problem, tensors: Mapping[str, Any]) -> dict[str, Tensor]:

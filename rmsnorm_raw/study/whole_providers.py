@@ -25,8 +25,9 @@ from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study.peer_gate import LEAST_SCALE
 from rmsnorm_raw.study.providers import Contender, Provider
-from rmsnorm_raw.study.whole_cells import LEAST_SCALE, Tensors, WholeCell, placed
+from rmsnorm_raw.study.whole_cells import Tensors, WholeCell, placed
 
 #: of the gate's data of ours; one for all configs, for the reference sums of a data set are kept
 SEED = 1

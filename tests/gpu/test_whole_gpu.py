@@ -43,7 +43,7 @@ def test_the_ladder_is_right_with_every_extra(cols: int, gpu: Backend) -> None:
 def test_every_pair_of_knob_values_is_right_with_every_extra(at: int, gpu: Backend) -> None:
     problem = whole_problems(2003, 2048)[at]
     configs = covering_array(enumerate_configs(problem, gpu.device).kept)
-    require_right(gpu, [(problem, config) for config in configs[:24]])
+    require_right(gpu, [(problem, config) for config in configs[:10]])
 
 
 @pytest.mark.parametrize(
