@@ -16,9 +16,10 @@ from rmsnorm_raw.backends.prepared import PreparedLaunch
 from rmsnorm_raw.dtypes import optional_dtype_name
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.extras import MAX_HEAD_COLS, MAX_HEADS, Casting, Scale
-from rmsnorm_raw.interop import collapse, torch_device
+from rmsnorm_raw.interop import torch_device
 from rmsnorm_raw.launch import Tensor, dense_tensor
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.strides import collapse
 
 #: layouts whose launches are kept, those used last
 KEPT = 1024
