@@ -207,6 +207,8 @@ class Call:
 
     def require_targets(self, problem: Problem) -> None:
         """Raise InvalidInput where a given target cannot take its result."""
+        if not self.targets:
+            return
         written = {each.name: each for each in problem.operands if each.is_output}
         for name, seen in self.targets.items():
             argument = ARGUMENT.get(name, name)

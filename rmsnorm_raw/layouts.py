@@ -68,8 +68,6 @@ def forward(
     if (found := collapse_all(shape, (strides,))) is None:
         return None
     rows, heads, (of_x,) = found
-    if heads > 1:  # TODO
-        return None
     problem = Problem.forward(
         rows, shape[-1], str(_dtype(x)), weight_dtype=_dtype(weight), eps=eps,
         store_rstd=store_rstd, heads=heads,
@@ -107,8 +105,6 @@ def backward(
     if (found := collapse_all(shape, (dout[3], strides))) is None:
         return None
     rows, heads, (of_dout, of_x) = found
-    if heads > 1:  # TODO
-        return None
     problem = Problem.backward(
         rows, shape[-1], str(_dtype(x)), weight_dtype=_dtype(weight), need_dx=need_dx,
         need_dweight=need_dweight, heads=heads,
@@ -248,7 +244,7 @@ def collapse_all(
     leading, cols = len(shape) - 1, shape[-1]
     splits = [leading - 1] if per_head and shape[-2] != 1 else range(leading, 0, -1) or [0]
     for split in splits:
-        heads = math.prod(shape[split:-1])
+        heads = math.prod(shape[split:-1]) or 1
         if not per_head and heads > 1 and (heads > MAX_HEADS or cols > MAX_HEAD_COLS):
             continue
         found = [
