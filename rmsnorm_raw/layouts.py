@@ -1,7 +1,8 @@
 """What a call on torch tensors of one layout needs, found once and looked up from then on.
 
-Keys are what torch says of a tensor: (shape, dtype, device), its kind, and with strides its layout.
-Addresses enter by their alignment alone. The config comes from :func:`rmsnorm_raw.ready.prepare`.
+Keys are what torch says of a tensor: (shape, dtype, device), its kind, and with strides its layout;
+True stands for the strides of a contiguous tensor, and costs a call less. Addresses enter by their
+alignment alone. The config comes from :func:`rmsnorm_raw.ready.prepare`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ class Prepared(NamedTuple):
     """What a layout needs.
 
     Attributes:
+        shape: of a result that is like x.
+        strides: of that result, which is contiguous.
         launches: in order; none where there are no elements.
         workspace: elements of fp32 scratch memory.
         counter: whether a word is wanted that is 0 at first.
     """
 
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     launches: tuple[PreparedLaunch, ...] = ()
     workspace: int = 0
     counter: bool = False
@@ -60,7 +65,7 @@ def forward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, _, device, strides = x
+    shape, _, _, strides = x
     if (found := collapse_all(shape, (strides,))) is None:
         return None
     rows, heads, (of_x,) = found
@@ -71,7 +76,7 @@ def forward(
     places = {
         "x": Tensor(low, *of_x), "weight": Tensor(weight_low), "y": dense_tensor(problem, "y", 0),
     }  # fmt: skip
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
 @store.until_saved(maxsize=KEPT)
@@ -96,7 +101,7 @@ def backward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, _, device, strides = x
+    shape, _, _, strides = x
     require_like(x, dout, rstd)
     if (found := collapse_all(shape, (dout[3], strides))) is None:
         return None
@@ -109,7 +114,7 @@ def backward(
         "dout": Tensor(low, *of_dout), "x": Tensor(low, *of_x), "weight": Tensor(weight_low),
         "dx": dense_tensor(problem, "dx", 0),
     }  # fmt: skip
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
 class Whole(NamedTuple):
@@ -156,7 +161,7 @@ def whole_forward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_whole(x, weight, bias, residual, more)
-    shape, _, device, strides = x
+    shape, _, _, strides = x
     matrices = (strides,) if residual is None else (strides, residual[3])
     per_head = more.per_head and shape[-2] > 1
     if (found := collapse_all(shape, matrices, per_head)) is None:
@@ -175,7 +180,7 @@ def whole_forward(
         places["residual"] = Tensor(residual_low, *of_residual[0])
         if in_place:
             places["residual_out"] = places["residual"]
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
 @store.until_saved(maxsize=KEPT)
@@ -204,7 +209,7 @@ def whole_backward(
         InvalidInput: what no kernel can serve.
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
-    shape, _, device, strides = h
+    shape, _, _, strides = h
     matrices = [dout[3], strides] + ([] if dresidual_out is None else [dresidual_out[3]])
     per_head = per_head and shape[-2] > 1
     if (found := collapse_all(shape, matrices, per_head)) is None:
@@ -222,11 +227,11 @@ def whole_backward(
     }  # fmt: skip
     if dresidual_out is not None:
         places["dresidual_out"] = Tensor(dresidual_out_low, *of_dresidual_out[0])
-    return _prepare(problem, device, places)
+    return _prepare(problem, h, places)
 
 
 def collapse_all(
-    shape: tuple[int, ...], matrices: Sequence[tuple[int, ...]], per_head: bool = False
+    shape: tuple[int, ...], matrices: Sequence[Any], per_head: bool = False
 ) -> tuple[int, int, list[tuple[int, int]]] | None:
     """(rows, heads, (token stride, head stride) of each matrix); None where one must be copied.
 
@@ -235,9 +240,10 @@ def collapse_all(
 
     Args:
         shape: of all the matrices.
-        matrices: their strides.
+        matrices: their strides; True for those of a contiguous tensor.
         per_head: the heads are those of the last leading dimension.
     """
+    matrices = [_contiguous(shape) if strides is True else strides for strides in matrices]
     leading, cols = len(shape) - 1, shape[-1]
     splits = [leading - 1] if per_head else range(leading, 0, -1) or [0]
     for split in splits:
@@ -257,20 +263,27 @@ def collapse_all(
     return None
 
 
-def _prepare(problem: Problem, device: Any, given: Mapping[str, Tensor]) -> Prepared:
+def _prepare(problem: Problem, x: Kind, given: Mapping[str, Tensor]) -> Prepared:
     """The launches of a problem; tensors that are not given are contiguous, and aligned."""
+    result = tuple(x[0]), _contiguous(x[0])
     if not problem.rows or not problem.cols:
-        return Prepared()
+        return Prepared(*result)
     places = {
         name: given.get(name, dense_tensor(problem, name, 0))
         for name in (operand.name for operand in problem.operands)
     }
     alignment_bytes = ready.alignment_bytes_of(problem, places)
-    built = ready.prepare(problem, alignment_bytes, None, torch_device(device))
+    built = ready.prepare(problem, alignment_bytes, None, torch_device(x[2]))
     sizes = launch.tensor_bytes(built.problem, built.config, built.binary.backend.device)
     tensors = {name: places.get(name, Tensor(0)) for name in sizes}
     launches = launch.prepare(built.problem, built.config, built.binary, tensors)
-    return Prepared(launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes)
+    return Prepared(*result, launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that torch gives a new tensor."""
+    sizes = [max(size, 1) for size in shape]
+    return tuple(math.prod(sizes[at:]) for at in range(1, len(sizes) + 1))
 
 
 def require_fit(x: Kind, weight: Kind | None, name: str = "weight", dims: int = 1) -> None:
