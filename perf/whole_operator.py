@@ -71,9 +71,6 @@ class Bar:
     mean: float = 0.0
     least: float = 0.0
 
-    def __str__(self) -> str:
-        return f"{self.kind}, {' or '.join(self.others)} / ours"
-
 
 BARS = (
     Bar("residual-forward", ("quack", "compile"), mean=1.0, least=0.98),
@@ -128,37 +125,40 @@ def findings(rows: Sequence[Row]) -> list[tuple[str, bool]]:
     """A line for each bar, and whether it holds; one whose peer is not installed is named."""
     found = []
     for bar in BARS:
-        cells = dict.fromkeys(r["cell"] for r in rows if r["cell"].rpartition("-")[0] == bar.kind)
-        ratios: dict[str, float] = {}
-        failed: list[str] = []
-        absent = True
-        for cell in cells:
-            of_cell = {row["provider"]: row for row in rows if row["cell"] == cell}
-            asked = [of_cell[name] for name in ("ours", *bar.others) if name in of_cell]
-            failed += [f"{cell} {r['provider']}: {r['verdict']}" for r in asked if not _us(r)]
-            theirs = [_us(of_cell[name]) for name in bar.others if name in of_cell]
-            absent = absent and not theirs
-            if "ours" in of_cell and _us(of_cell["ours"]) and any(theirs):
-                ratios[cell] = min(us for us in theirs if us) / _us(of_cell["ours"])
-        if not cells or (absent and not failed):
+        cells: dict[str, dict[str, Row]] = {}
+        for row in rows:
+            name = row["cell"]
+            if name.rpartition("-")[0] == bar.kind and row["provider"] in ("ours", *bar.others):
+                cells.setdefault(name, {})[row["provider"]] = row
+        there = [name for name in bar.others if any(name in each for each in cells.values())]
+        what = f"{bar.kind}, {' or '.join(there or bar.others)} / ours"
+        failed = [
+            f"{cell} {name}: {row['verdict']}"
+            for cell, each in cells.items()
+            for name, row in each.items()
+            if not _us(row)
+        ]
+        if failed:
+            found.append((f"{what}: {'; '.join(failed)}: FAILS", False))
+        elif not there:
             why = f"{' and '.join(bar.others)} not here" if cells else "not run"
-            found.append((f"{bar}: {why}, so there is no figure", True))
-        elif failed or not ratios:
-            found.append((f"{bar}: {'; '.join(failed)}: FAILS", False))
+            found.append((f"{what}: {why}, so there is no figure", True))
         else:
-            found.append(_held(bar, ratios))
+            ratios = {
+                cell: min(_us(each[name]) for name in there) / _us(each["ours"])
+                for cell, each in cells.items()
+            }
+            line, holds = _held(bar, ratios)
+            found.append((f"{what}: {line}: {'holds' if holds else 'FAILS'}", holds))
     return found
 
 
 def _held(bar: Bar, ratios: dict[str, float]) -> tuple[str, bool]:
     mean, worst = geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
-    holds = mean >= bar.mean and ratios[worst] >= bar.least
-    asked = [f"{name} >= {value:.3f}" for name, value in
-             (("mean", bar.mean), ("each", bar.least)) if value]  # fmt: skip
-    return (
-        f"{bar}: geometric mean {mean:.3f} over {len(ratios)} cells, least {ratios[worst]:.3f} "
-        f"({worst}); bar {', '.join(asked)}: {'holds' if holds else 'FAILS'}"
-    ), holds
+    asked = {"mean": bar.mean, "each": bar.least}
+    wanted = ", ".join(f"{what} >= {least:.3f}" for what, least in asked.items() if least)
+    line = f"geometric mean {mean:.3f} over {len(ratios)} cells, least {ratios[worst]:.3f}"
+    return f"{line} ({worst}); bar {wanted}", mean >= bar.mean and ratios[worst] >= bar.least
 
 
 def _us(row: Row) -> float:
@@ -294,6 +294,10 @@ def search_lines(name: str, rows: Sequence[Row]) -> Iterator[str]:
 # ---- the command ---------------------------------------------------------------------------------
 
 
+def _count(text: str) -> int:
+    return sys.maxsize if text == "all" else int(text)
+
+
 def main() -> int:
     """The command line."""
     from perf.command_line import on_gpu, parser  # the suites import this file without the package
@@ -302,7 +306,7 @@ def main() -> int:
     options.add_argument("--cells", default="", metavar="PART,PART")
     options.add_argument("--no-peers", action="store_true")
     options.add_argument("--try", dest="slugs", default="", metavar="SLUG,SLUG")
-    options.add_argument("--search", default="0", metavar="N")
+    options.add_argument("--search", default=0, type=_count, metavar="N")
     args, began = options.parse_args(), perf_counter()
     backend, out = on_gpu("whole_operator", args.out), args.out
     if importlib.util.find_spec("torch") is None:
@@ -348,9 +352,8 @@ def main() -> int:
     environment.write(out / "environment.json", facts)
     print("\n".join(lines[-len(held) - len(absent) - 1 :]), flush=True)
     slugs = [slug for slug in args.slugs.split(",") if slug]
-    count = sys.maxsize if args.search == "all" else int(args.search)
-    if slugs or count:
-        search_all(cells, slugs, count, out)
+    if slugs or args.search:
+        search_all(cells, slugs, args.search, out)
     return int(not all(holds for _, holds in held))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
+import json
 import math
 import os
 import subprocess
@@ -16,6 +18,8 @@ from typing import Any
 import pytest
 
 from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.bandwidth import PROBES, Reading, Roofline, Variant
+from rmsnorm_raw.measure import Samples
 from rmsnorm_raw.study import peer_gate
 from rmsnorm_raw.study.providers import Provider
 from rmsnorm_raw.study.whole_cells import WholeCell, whole_cells
@@ -32,6 +36,8 @@ NAMES = (
     "plain-backward-32768x1024",
 )  # fmt: skip
 BOTH = ("residual-forward", "residual-backward")
+#: providers of the run that a test watches
+HERE = ("ours", "quack")
 QUACKS = (*BOTH, "heads-forward", "heads-backward", "plain-forward", "plain-backward")
 
 
@@ -255,7 +261,7 @@ def test_a_peer_without_the_residual_gets_no_time(
     cell = cell_of("residual-backward", cpu64)
     right_one = quack.rmsnorm_bwd
     quack.rmsnorm_bwd = lambda *given, dresidual_out: right_one(*given)
-    monkeypatch.setattr(Provider, "missing", lambda it: it.name not in ("ours", "quack") or None)
+    monkeypatch.setattr(Provider, "missing", lambda it: None if it.name in HERE else "not here")
     monkeypatch.setattr(Provider, "version", property(lambda it: "1"))
     ours, peer = perf.rows_of(cell, None)
     assert (ours["verdict"], peer["verdict"]) == ("PASS", "WrongResult")
@@ -359,6 +365,13 @@ def test_a_missing_peer_is_named_and_fails_nothing(perf: ModuleType) -> None:
     assert all("not run" in line for line, _ in perf.findings([]))
 
 
+def test_of_two_peers_the_one_that_is_here_is_named(perf: ModuleType) -> None:
+    rows = [row for row in rows_at() if row["provider"] != "quack"]
+    (line, holds), *_ = perf.findings(rows)
+    assert line.startswith("residual-forward, compile / ours: geometric mean 1.500 over 2 cells")
+    assert holds
+
+
 def test_ours_without_a_time_fails_its_bar(perf: ModuleType) -> None:
     rows = rows_at(1.2, 1.06, 1.1, 0.9)
     broken = next(row for row in rows if row["cell"].startswith("heads-f"))
@@ -374,7 +387,7 @@ def test_ours_without_a_time_fails_its_bar(perf: ModuleType) -> None:
 def test_the_rows_of_a_cell_name_it_and_have_its_times(
     perf: ModuleType, quack: ModuleType, cpu64: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Provider, "missing", lambda it: it.name not in ("ours", "quack") or None)
+    monkeypatch.setattr(Provider, "missing", lambda it: None if it.name in HERE else "not here")
     monkeypatch.setattr(Provider, "version", property(lambda it: "1"))
     cell = cell_of("heads-forward", cpu64)
     rows = perf.rows_of(cell, None)
@@ -497,3 +510,71 @@ def test_the_cells_are_a_suite() -> None:
     for group in ("operator-heads-forward-8192x32x128", "operator-fp8-dynamic-32768x4096"):
         assert f"\n{group}" in printed
     assert "2 passed, 2 skipped" in printed
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def roofline(gbps: float) -> Roofline:
+    times_us = (1e6 / gbps,) * 6
+    readings = [
+        Reading(probe, Variant(), 10**9, Samples(times_us, "cold", "", 1)) for probe in PROBES
+    ]
+    return Roofline("a GPU", 10**9, tuple(readings))
+
+
+@pytest.mark.parametrize("heads_ratio", [0.5, 1.5])
+def test_the_command_writes_its_tables_and_fails_with_a_bar(
+    heads_ratio: float, perf: ModuleType, quack: ModuleType, cpu64: Backend, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """On the simulator in a GPU's place, with a peer whose times are ours by a factor."""
+
+    def timed(contenders: Any, *rest: Any, **options: Any) -> list[Samples]:
+        times_us = [100.0, 100 * heads_ratio][: len(contenders)]
+        times_us += [100.0] * (len(contenders) - len(times_us))
+        return [Samples((us,) * 6, "cold", "stopped", 2) for us in times_us]
+
+    command = importlib.import_module("perf.command_line")
+    monkeypatch.setattr(command, "on_gpu", lambda name, out: cpu64)
+    monkeypatch.setattr(perf.bandwidth, "roofline", lambda backend, stream: roofline(1.25))
+    monkeypatch.setattr(
+        perf.bandwidth, "remeasure", lambda opening, backend, stream: roofline(1.2625)
+    )
+    monkeypatch.setattr(perf.measure, "time_interleaved", timed)
+    monkeypatch.setattr(Provider, "missing", lambda it: None if it.name in HERE else "not here")
+    monkeypatch.setattr(Provider, "version", property(lambda it: "1"))
+    options = ["--cells", "heads-f,dynamic-32768x4096", "--search", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["perf.whole_operator", *options])
+    assert perf.main() == int(heads_ratio < 1)
+    with (tmp_path / "operator.csv").open(newline="", encoding="utf-8") as file:
+        rows = {(row["cell"], row["provider"]): row for row in csv.DictReader(file)}
+    heads, fp8 = "heads-forward-8192x32x128", "fp8-dynamic-32768x4096"
+    assert list(rows) == [(heads, "ours"), (heads, "quack"), (fp8, "ours"), (fp8, "copy")]
+    assert float(rows[heads, "quack"]["median_us"]) == 100 * heads_ratio
+    cell = next(cell for cell in whole_cells(cpu64) if cell.name == heads)
+    gbps = cell.problem.logical_bytes() / 100 / 1e3
+    assert float(rows[heads, "ours"]["gbps"]) == pytest.approx(gbps, abs=0.05)
+    assert float(rows[heads, "ours"]["pct_matched"]) == pytest.approx(80 * gbps, abs=0.01)
+    facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+    assert facts["missing"] == ["not here"]
+    assert facts["drift_pct"] == pytest.approx(1.0)
+    assert facts["command"].startswith("python -m perf.whole_operator --cells heads-f,")
+    text = (tmp_path / "operator.txt").read_text(encoding="utf-8")
+    assert f"heads-forward, quack / ours: geometric mean {heads_ratio:.3f}" in text
+    assert "not here\n" in text
+    assert "residual-backward, quack / ours: not run" in text
+    with (tmp_path / "search.csv").open(newline="", encoding="utf-8") as file:
+        found = [row["cell"] for row in csv.DictReader(file)]
+    assert found == [heads] * 3 + [fp8] * 3
+    assert f"{heads}: 3 configs, speed over the ladder's" in capsys.readouterr().out
+
+
+def test_a_part_that_no_cell_has_ends_the_command(
+    perf: ModuleType, cpu64: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = importlib.import_module("perf.command_line")
+    monkeypatch.setattr(command, "on_gpu", lambda name, out: cpu64)
+    monkeypatch.setattr(sys, "argv", ["perf.whole_operator", "--cells", "fp4"])
+    with pytest.raises(SystemExit, match="--cells fp4: no cell has one of these in its name"):
+        perf.main()
