@@ -234,7 +234,8 @@ def _forward(
     for first, tokens in parts:
         args: Args = (
             *matrix("x", first), _at("weight", tensors), *matrix("y", first),
-            _at("rstd", tensors, 4 * first * heads), words, np.int64(tokens), np.uint32(problem.cols), np.float32(problem.eps),
+            _at("rstd", tensors, 4 * first * heads), words,
+            np.int64(tokens), np.uint32(problem.cols), np.float32(problem.eps),
         )  # fmt: skip
         if problem.extras:
             row_scale = 4 * first * heads * (problem.extras.scale == "dynamic")
