@@ -196,6 +196,19 @@ def test_the_first_commands_are_the_promised_ones_and_ci_runs_the_tests() -> Non
     assert steps == [tests[0], "tox -e gfx950-ci,rocm-ci"]
 
 
+def test_every_feature_of_ours_is_linked_to_a_test_that_is_there() -> None:
+    lines = read("README.md").splitlines()
+    (row,) = (line for line in lines if line.startswith("| **rmsnorm_raw** |"))
+    ours = row.strip("| ").split(" | ")[1:]
+    others = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith("| Quack (NV")]
+    assert len(ours) == len(others[0]) == 14
+    for cell in ours:
+        links = re.findall(r"\[[^]]+\]\((tests/\S+\.py) \"(\w+)\"\)", cell)
+        assert links and len(links) == cell.count("](")
+        for file, test in links:
+            assert f"def {test}(" in read(file), f"{file} has no {test}"
+
+
 def test_the_readme_lists_the_environment_variables() -> None:
     listed = set(re.findall(r"^\| `(RMSNORM_RAW_\w+)`", read("README.md"), re.MULTILINE))
     code = "".join(path.read_text(encoding="utf-8") for path in MODULES)
