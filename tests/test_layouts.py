@@ -77,12 +77,46 @@ def test_what_must_be_copied(prepared: list[Problem]) -> None:
     assert prepared == []
 
 
+@pytest.mark.parametrize(
+    ("strides", "shape"),
+    [
+        (True, (3, 2, 64)),
+        ((128, 64, 1), (3, 2, 64)),
+        ((132, 66, 1), (3, 2, 64)),
+        ((0, 1), (3, 64)),
+        ((66, 1), (1, 64)),  # torch calls it contiguous
+        ((1,), (64,)),
+        (True, (2, 0, 3)),
+        (True, (3, 0)),
+    ],
+)
+def test_a_result_has_the_strides_that_torch_gives_a_new_tensor(
+    prepared: list[Problem], strides: Any, shape: tuple[int, ...]
+) -> None:
+    found = layouts.forward((*kind(*shape), strides), None, 0, 0, 1e-6, True)
+    assert found is not None
+    assert (found.shape, found.strides) == (shape, torch.empty(shape).stride())
+    assert type(found.shape) is tuple  # as torch._C wants it
+
+
+@pytest.mark.parametrize(("shape", "strides"), [((3, 64), (64, 1)), ((2, 3, 64), (192, 64, 1))])
+def test_contiguous_is_what_its_strides_say(
+    prepared: list[Problem], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    """The same problem and the same rows, whichever way a layout is written."""
+    for each in (strides, True):
+        assert layouts.forward((*kind(*shape), each), None, 0, 0, 1e-6, True) is not None
+        dout = (*kind(*shape), each)
+        layouts.backward(dout, dout, None, kind(*shape[:-1]), 0, 0, True, False)
+    assert prepared[:2] == prepared[2:]
+
+
 def test_nothing_is_prepared_for_no_elements(prepared: list[Problem]) -> None:
-    for shape in ((0, 64), (3, 0)):
+    for shape, strides in (((0, 64), (64, 1)), ((3, 0), (1, 1))):
         x, weight = layout((shape[1], 1), *shape), kind(shape[1])
-        assert layouts.forward(x, weight, 0, 0, 1e-6, True) == layouts.Prepared()
+        assert layouts.forward(x, weight, 0, 0, 1e-6, True) == layouts.Prepared(shape, strides)
         found = layouts.backward(x, x, weight, kind(shape[0]), 0, 0, True, True)
-        assert found == layouts.Prepared()
+        assert found == layouts.Prepared(shape, strides)
     assert prepared == []
 
 
