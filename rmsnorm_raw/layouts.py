@@ -240,6 +240,8 @@ def collapse_all(
         per_head: the heads are those of the last leading dimension.
     """
     leading, cols = len(shape) - 1, shape[-1]
+    if 0 in shape:  # any strides do, and torch's contiguous() leaves them
+        return math.prod(shape[:-1]), 1, [(cols, 0)] * len(matrices)
     splits = [leading - 1] if per_head and shape[-2] != 1 else range(leading, 0, -1) or [0]
     for split in splits:
         heads = math.prod(shape[split:-1])
