@@ -168,7 +168,7 @@ def test_git_ignores_where_runs_put_their_tables() -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", read(name)):
+    for target in re.findall(r"\]\((?!https?://)([^)# ]+)[^)]*\)", read(name)):
         assert (ROOT / target).exists(), target
 
 
@@ -204,7 +204,7 @@ def test_every_feature_of_ours_is_linked_to_a_test_that_is_there() -> None:
     assert len(ours) == len(others[0]) == 14
     for cell in ours:
         links = re.findall(r"\[[^]]+\]\((tests/\S+\.py) \"(\w+)\"\)", cell)
-        assert links and len(links) == cell.count("](")
+        assert len(links) == cell.count("](") >= 1
         for file, test in links:
             assert f"def {test}(" in read(file), f"{file} has no {test}"
 
