@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import Casting, Scale, casting_of
+from rmsnorm_raw.extras import Casting, Scale, casting_of, number
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import whole
 from rmsnorm_raw.nn.launching import is_eager, require_tensors
@@ -145,8 +145,8 @@ def _with_more(
         casting = "none"
     if out_dtype is x.dtype:
         out_dtype = None
-    kind = _kind_of_scale(x, scale)
-    rest = Whole(eps, float(weight_offset), casting, per_head, out_dtype, None, kind)
+    kind, offset = _kind_of_scale(x, scale), number("weight_offset", weight_offset)
+    rest = Whole(eps, offset, casting, per_head, out_dtype, None, kind)
     if rest == Whole(eps) and bias is None and residual is None and not prenorm:
         if residual_inplace:
             raise InvalidInput("residual_inplace=True, and no residual to write to")

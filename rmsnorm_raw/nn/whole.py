@@ -97,9 +97,21 @@ def _require_in_place(x: Any, residual: Any, wanted: bool, residual_dtype: Any) 
             f"residual_dtype is {residual_dtype}, and in place it is the residual's, "
             f"{residual.dtype}"
         )
-    sizes_and_strides = zip(residual.shape, residual.stride(), strict=True)
-    if any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
-        raise InvalidInput("the residual repeats its rows, and cannot be written in place")
+    if not _is_apart(residual):
+        raise InvalidInput(
+            "the residual's elements overlap, as repeated rows do, and cannot be written in place"
+        )
+
+
+def _is_apart(tensor: Any) -> bool:
+    """Whether each element lies beyond all those of the dimensions with smaller strides."""
+    free_from = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < free_from:
+                return False
+            free_from += stride * (size - 1)
+    return True
 
 
 class WholeNorm(torch.autograd.Function):  # type: ignore[misc]
@@ -110,6 +122,8 @@ class WholeNorm(torch.autograd.Function):  # type: ignore[misc]
         """y and residual_out."""
         y, rstd, residual_out, _ = forward((x, weight, bias, residual), None, more, True)
         _keep(ctx, (x, weight, bias, residual), rstd, residual_out, more)
+        if residual_out is not None and _is_constant(ctx):
+            ctx.mark_non_differentiable(residual_out)
         return y, residual_out
 
     @staticmethod
@@ -123,6 +137,11 @@ def _keep(ctx: Any, tensors: Tensors, rstd: Any, residual_out: Any, more: Whole)
     ctx.save_for_backward(x if residual is None else residual_out, weight, rstd)
     ctx.more, ctx.dtypes = more, [None if t is None else t.dtype for t in (x, bias, residual)]
     ctx.set_materialize_grads(False)
+
+
+def _is_constant(ctx: Any) -> bool:
+    """Whether residual_out has no gradient: the weight and the bias do not enter it."""
+    return not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3])
 
 
 def _gradients(ctx: Any, dout: Any, dresidual_out: Any, directly: bool) -> tuple[Any, ...]:
@@ -365,7 +384,7 @@ def _keep_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
     y, rstd, residual_out, scales = output
     _keep(ctx, inputs[:4], rstd, residual_out, more)
     fixed = [rstd, scales]
-    fixed += [residual_out] if more.residual_out_dtype is None else []
+    fixed += [residual_out] if more.residual_out_dtype is None or _is_constant(ctx) else []
     fixed += [y] if more.scale != "none" else []
     ctx.mark_non_differentiable(*fixed)
 
