@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rmsnorm_raw import interop, launch, strides
+from rmsnorm_raw import interop, launch, space, strides
 from rmsnorm_raw.bounds import LEAST_SCALE
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import DTYPE_BYTES
@@ -172,18 +172,20 @@ class Call:
 
     # ---- the problem -----------------------------------------------------------------------------
 
-    def heads(self, built: Problem | None) -> tuple[int, bool]:
+    def heads(self, chosen: Chosen) -> tuple[int, bool]:
         """(heads, per_head) of the problem: by the weight, else by where the rows lie.
 
         Args:
-            built: of the kernel that is to be launched; None where the call decides.
+            chosen: a kernel that is built decides itself, and a config for one head wants one.
         """
         if self.is_empty:
             return 1, False
         if len(self.lists) == 2 and self.lists[0] > 1:
             return self.lists[0], True
-        if built is not None:
-            return built.extras.heads, False
+        if isinstance(chosen, Ready):
+            return chosen.problem.extras.heads, False
+        if isinstance(chosen, Config) and space.one_head_reason(chosen):
+            return 1, False
         matrices = [seen for name, seen in self.inputs.items() if name in MATRICES]
         written = [seen for name, seen in self.targets.items() if name in MATRICES]
         odd = [s for s in (*matrices, *written) if strides.collapse(s.shape, s.strides) is None]

@@ -143,7 +143,6 @@ def rmsnorm_fwd(
         BackendUnavailable: the array's backend cannot run here; the message names what to install.
     """
     chosen = _parse(config)
-    built = chosen.problem if isinstance(chosen, Ready) else None
     call = Call(x, stream)
     call.weight(weight)
     call.bias(bias)
@@ -157,7 +156,7 @@ def rmsnorm_fwd(
     call.target("residual_out", None if residual_out is False else residual_out)
     call.target("scale", scale_out)
     call.workspace(workspace)
-    heads, per_head = call.heads(built)
+    heads, per_head = call.heads(chosen)
     problem = Problem.forward(
         call.rows, call.cols, call.x.dtype, weight_dtype=call.dtype("weight"),
         eps=number("eps", eps), store_rstd=store_rstd, bias_dtype=call.dtype("bias"),
@@ -243,7 +242,7 @@ def rmsnorm_bwd(
     if dresidual is not dx or wanted not in (own, None):
         call.target("dresidual", dresidual)
     call.workspace(workspace)
-    heads, per_head = call.heads(built)
+    heads, per_head = call.heads(chosen)
     wanted = wanted or call.dtype("dresidual")
     apart = wanted != own or call.dtype("dresidual") or (built and built.extras.residual_dtype)
     of_bias = optional_dtype_name(bias_dtype) or call.dtype("dbias")
