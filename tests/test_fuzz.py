@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import float64
+import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
 import numpy as np
 import pytest
+import whole_formula
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from planted import replaced, simulated
@@ -30,7 +31,9 @@ from rmsnorm_raw.backends.cpu import CpuBackend, Order
 from rmsnorm_raw.check import verify
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
+from rmsnorm_raw.dtypes import fp8_dtype
 from rmsnorm_raw.errors import SimulatorError
+from rmsnorm_raw.extras import MAX_HEAD_COLS
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.module import build
 from rmsnorm_raw.problem import Op, Problem
@@ -82,6 +85,9 @@ def wanted(request: pytest.FixtureRequest) -> int:
 # ---- through the gate ----------------------------------------------------------------------------
 
 
+Pick = Callable[[Sequence[Any]], Any]
+
+
 @st.composite
 def builds(draw: st.DrawFn, op: Op, arch: str) -> Built:
     """A problem, any config of its space or the ladder's, and others that the build serves."""
@@ -96,12 +102,16 @@ def builds(draw: st.DrawFn, op: Op, arch: str) -> Built:
         options["store_rstd"] = pick(mostly)
     else:
         options |= {name: pick(mostly) for name in ("has_rstd", "need_dx", "need_dweight")}
+    if pick((True, False)):
+        options |= extras(pick, op, arch, options)
     wide = pick((True, *[False] * (WIDE_ONE_IN - 1)))
     most_rows, most_cols = (WIDE_ROWS, WIDEST) if wide else (MOST_ROWS, MOST_COLS)
+    heads = options.get("heads", 1)
+    tokens, most_cols = most_rows // heads, min(most_cols, MAX_HEAD_COLS if heads > 1 else WIDEST)
     whole = pick((1, 8))  # widths that allow wide vectors are rare otherwise
     cols = pick((whole, *[pick(range(whole, most_cols + 1, whole))] * 15))
     make = Problem.forward if op == "forward" else Problem.backward
-    problem = make(pick(range(1, most_rows + 1)), cols, pick(DTYPES), **options)
+    problem = make(heads * (1 + tokens), cols, pick(DTYPES), **options)
     kept = space.enumerate_configs(problem, device).kept
     path = pick(sorted({config.path for config in kept}))  # most are of one path
     config = pick((*[config for config in kept if config.path == path],))
@@ -113,7 +123,7 @@ def builds(draw: st.DrawFn, op: Op, arch: str) -> Built:
     runs = []
     for _ in range(PER_BUILD):
         cols = pick(range(last - chunk + step, min(last, most_cols) + 1, step))
-        other = replace(problem, rows=pick(range(most_rows + 1)), cols=cols)
+        other = replace(problem, rows=heads * pick(range(tokens + 1)), cols=cols)
         if (
             space.reject_reason(other, device, config)
             or render(other, config, device, runtime_cols=True).digest != source.digest
@@ -123,6 +133,34 @@ def builds(draw: st.DrawFn, op: Op, arch: str) -> Built:
             other = replace(other, cols=0)
         runs.append(Run(other, pick(range(1 << 32)), pick(ORDERS)))
     return Built(arch, config, problem, runs)
+
+
+def extras(pick: Pick, op: Op, arch: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A few of what a problem may have beyond the plain operation."""
+    weighted = options["weight_dtype"] is not None
+    found: dict[str, Any] = {
+        "bias_dtype": pick((None, *DTYPES)), "out_dtype": pick((None, *DTYPES)),
+        "weight_offset": pick((0.0, 1.0, -0.75)) if weighted else 0.0,
+    }  # fmt: skip
+    if pick((True, False)):
+        found["heads"] = pick((2, 3, 8))
+        found["per_head"] = weighted and pick((True, False))
+    if op == "forward":
+        found |= {
+            "residual_dtype": pick((None, *DTYPES)), "casting": pick(("none", "llama", "gemma")),
+            "residual_out_dtype": pick(("same", None, *DTYPES)),
+        }  # fmt: skip
+        if pick((True, False, False)):
+            found |= {"out_dtype": fp8_dtype(arch), "scale": pick(("static", "dynamic"))}
+    elif options["need_dx"]:
+        names = ("residual_dtype", "dresidual_out_dtype", "dx_dtype")
+        found |= {name: pick((None, *DTYPES)) for name in names}
+    dropped = {name for name in found if name != "scale" and pick((True, False))}
+    if "heads" in dropped:
+        dropped.add("per_head")
+    if "scale" in found:
+        dropped.discard("out_dtype")
+    return {name: value for name, value in found.items() if name not in dropped}
 
 
 def judge(built: Built, edit: Callable[[Source], Source] = lambda source: source) -> None:
@@ -167,9 +205,28 @@ def test_a_fault_in_the_text_is_found_among_random_problems(op: Op, old: str, ne
 
 # ---- through the operations, on views ------------------------------------------------------------
 
+Options = dict[str, Any]
 EPS = st.sampled_from((1e-6, 1e-5, 0.5, 0.0))
-dtypes = st.sampled_from(DTYPES)
-seeds = st.integers(0, (1 << 32) - 1)
+DTYPE = st.sampled_from(DTYPES)
+MAYBE_DTYPE = st.sampled_from((None, *DTYPES))
+OFFSET = st.sampled_from((0.0, 1.0, -0.75))
+FP8 = fp8_dtype("gfx950")
+
+
+class Call(NamedTuple):
+    """One call.
+
+    Attributes:
+        arrays: by name, those that are read.
+        options: what else is passed.
+        out: where y goes, if anywhere.
+        in_place: residual_out is the residual.
+    """
+
+    arrays: dict[str, Placed]
+    options: Options
+    out: Placed | None = None
+    in_place: bool = False
 
 
 @st.composite
@@ -182,80 +239,132 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 
 
 @st.composite
-def arrays(draw: st.DrawFn, shape: tuple[int, ...], dtype: str, *, near: float = 0.0) -> Placed:
-    """Random numbers with rows of many scales, or near one number, in any layout."""
-    return Placed(shape, dtype, draw(layouts(len(shape))), draw(seeds), near)
-
-
-def fresh(*inputs: Placed | None) -> list[Buffer | None]:
-    return [None if placed is None else Buffer(placed) for placed in inputs]
-
-
-@st.composite
-def forwards(draw: st.DrawFn) -> dict[str, Any]:
-    shape = draw(shapes())
-    dtype = draw(dtypes)
-    weight = st.one_of(st.none(), dtypes.flatmap(lambda w: arrays(shape[-1:], w, near=1.0)))
-    out = st.one_of(st.none(), layouts(len(shape), written=True))
-    layout = draw(out)
-    return {
-        "x": draw(arrays(shape, dtype)), "weight": draw(weight), "eps": draw(EPS),
-        "out": None if layout is None else Placed(shape, dtype, layout, 0, 0.0),
-    }  # fmt: skip
+def placed(
+    draw: st.DrawFn, shape: tuple[int, ...], dtype: Any = DTYPE, *, near: float = 0.0,
+    written: bool = False,
+) -> Placed:  # fmt: skip
+    """Random numbers in any layout, or in one that may be written."""
+    seeds = st.integers(0, (1 << 32) - 1)
+    layout = draw(layouts(len(shape), written=written))
+    return Placed(shape, draw(dtype), layout, draw(seeds), near)
 
 
 @st.composite
-def backwards(draw: st.DrawFn) -> dict[str, Any]:
+def lists_of(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of weight and bias: one for all rows, or for each of the last leading dimension."""
+    return shape[-2:] if len(shape) > 1 and draw(st.booleans()) else shape[-1:]
+
+
+@st.composite
+def forwards(draw: st.DrawFn) -> Call:
     shape = draw(shapes())
-    dtype = draw(dtypes)
-    weight = st.one_of(st.none(), dtypes.flatmap(lambda w: arrays(shape[-1:], w, near=1.0)))
-    return {
-        "dout": draw(arrays(shape, dtype)), "x": draw(arrays(shape, dtype)), "weight": draw(weight),
-        "eps": draw(EPS), "given": draw(st.booleans()), "need_dx": draw(st.integers(0, 3)) > 0,
-        "need_dweight": draw(st.integers(0, 3)) > 0,
-    }  # fmt: skip
+    arrays = {"x": draw(placed(shape))}
+    options: Options = {"eps": draw(EPS), "store_rstd": draw(st.booleans())}
+    lists = draw(lists_of(shape))
+    in_place = False
+    if draw(st.booleans()):
+        arrays["weight"] = draw(placed(lists, near=1.0))
+    y_dtype = arrays["x"].dtype
+    if draw(st.booleans()):
+        options["casting"] = draw(st.sampled_from(("none", "llama", "gemma")))
+        options["weight_offset"] = draw(OFFSET) if "weight" in arrays else 0.0
+        if draw(st.booleans()):
+            shape_of_bias = lists if "weight" in arrays else shape[-1:]
+            arrays["bias"] = draw(placed(shape_of_bias, near=0.5))
+        if draw(st.booleans()):
+            in_place = draw(st.booleans())
+            arrays["residual"] = draw(placed(shape, written=in_place))
+            options["residual_dtype"] = None if in_place else draw(MAYBE_DTYPE)
+        if draw(st.integers(0, 2)):
+            options["out_dtype"] = draw(MAYBE_DTYPE)
+        else:
+            options |= {"out_dtype": FP8, "scale": draw(st.sampled_from((0.03, 1.5, "dynamic")))}
+        y_dtype = options["out_dtype"] or y_dtype
+    out = draw(placed(shape, st.just(y_dtype), written=True)) if draw(st.booleans()) else None
+    return Call(arrays, options, out, in_place)
 
 
-def run_forward(x: Placed, weight: Placed | None, eps: float, out: Placed | None) -> None:
-    a, w, target = fresh(x, weight, out)
-    assert a is not None
-    into = None if target is None else target.array
-    result = rmsnorm_fwd(a.array, None if w is None else w.array, eps=eps, out=into)
-    float64.hold_forward(result, a.array, None if w is None else w.array, eps)
-    assert all(each is None or each.untouched() for each in (a, w)), "an input was written"
-    assert target is None or target.untouched(outside=True), "written outside of out"
-    assert target is None or result.y is into
+@st.composite
+def backwards(draw: st.DrawFn) -> Call:
+    shape = draw(shapes())
+    x = draw(placed(shape))
+    arrays = {"dout": draw(placed(shape, st.just(x.dtype))), "x": x}
+    options: Options = {"eps": draw(EPS), "given": draw(st.booleans())}
+    options |= {name: draw(st.integers(0, 3)) > 0 for name in ("need_dx", "need_dweight")}
+    lists = draw(lists_of(shape))
+    if draw(st.booleans()):
+        arrays["weight"] = draw(placed(lists, near=1.0))
+    if draw(st.booleans()):
+        arrays["dout"] = arrays["dout"]._replace(dtype=draw(DTYPE))
+        options["weight_offset"] = draw(OFFSET) if "weight" in arrays else 0.0
+        options |= {"need_dbias": draw(st.booleans()), "bias_dtype": draw(MAYBE_DTYPE)}
+        options |= {"dx_dtype": draw(MAYBE_DTYPE), "residual_dtype": draw(MAYBE_DTYPE)}
+        if draw(st.booleans()):
+            arrays["dresidual_out"] = draw(placed(shape))
+    return Call(arrays, options)
 
 
-def run_backward(
-    dout: Placed, x: Placed, weight: Placed | None, eps: float, given: bool, **needs: bool
-) -> None:
-    d, a, w = fresh(dout, x, weight)
-    assert a is not None
-    assert d is not None
-    scales = None if w is None else w.array
-    rstd = rmsnorm_fwd(a.array, eps=eps).rstd if given else None
+def run_forward(call: Call) -> None:
+    buffers = {name: Buffer(each) for name, each in call.arrays.items()}
+    given = {name: buffer.array for name, buffer in buffers.items()}
+    before = {name: array.copy() for name, array in given.items()}
+    target = None if call.out is None else Buffer(call.out)
+    results = {"out": None if target is None else target.array}
+    if call.in_place:
+        results["residual_out"] = given["residual"]
+    made = rmsnorm_fwd(**given, **call.options, **results)
+    for name, buffer in buffers.items():
+        assert buffer.untouched(outside=call.in_place and name == "residual"), f"{name} was written"
+    assert target is None or (made.y is target.array and target.untouched(outside=True))
+    assert not call.in_place or made.residual_out is given["residual"]
+    own = before["x"] if "residual" not in before else before["residual"]
+    if made.residual_out is not None:
+        assert made.residual_out.dtype == (call.options.get("residual_dtype") or own.dtype)
+    assert made.y.dtype == (call.options.get("out_dtype") or before["x"].dtype)
+    assert (made.rstd is not None) == call.options["store_rstd"]
+    if before["x"].size:
+        names = ("eps", "weight_offset", "casting")
+        rest = {name: call.options[name] for name in names if name in call.options}
+        scale = call.options.get("scale")
+        whole_formula.check_forward(
+            made, **before, **rest, scale=None if isinstance(scale, str) else scale
+        )
+
+
+def run_backward(call: Call) -> None:
+    buffers = {name: Buffer(each) for name, each in call.arrays.items()}
+    given = {name: buffer.array for name, buffer in buffers.items()}
+    options = dict(call.options)
+    rstd = rmsnorm_fwd(given["x"], eps=options["eps"]).rstd if options.pop("given") else None
     if rstd is not None:
         rstd[...] *= np.float32(1.03125)  # a backward that computed its own would differ
-    result = rmsnorm_bwd(d.array, a.array, scales, rstd, eps=eps, **needs)
-    assert (result.dx is None, result.dweight is None) == (
-        not needs["need_dx"], not needs["need_dweight"] or w is None,
-    )  # fmt: skip
-    float64.hold_backward(result, d.array, a.array, scales, rstd, eps)
-    assert all(each is None or each.untouched() for each in (d, a, w)), "an input was written"
+    made = rmsnorm_bwd(**given, **options, rstd=rstd)
+    for name, buffer in buffers.items():
+        assert buffer.untouched(), f"{name} was written"
+    x, weight = given["x"], given.get("weight")
+    want = {
+        "dx": (options.get("dx_dtype") or x.dtype) if options["need_dx"] else None,
+        "dweight": weight.dtype if weight is not None and options["need_dweight"] else None,
+        "dresidual": options.get("residual_dtype") if options["need_dx"] else None,
+    }  # fmt: skip
+    for name, dtype in want.items():
+        got = getattr(made, name)
+        assert (None if got is None else got.dtype) == dtype, name
+    assert (made.dbias is not None) == options.get("need_dbias", False)
+    if x.size:
+        rest = {k: v for k, v in options.items() if k in ("eps", "weight_offset")}
+        whole_formula.check_backward(made, **given, **rest, rstd=rstd)
+    else:
+        sums = (made.dweight, made.dbias)
+        assert not any(each.any() for each in sums if each is not None)
 
 
-def test_forward_of_random_views(wanted: int) -> None:
-    @given(forwards())
-    def test(call: dict[str, Any]) -> None:
-        run_forward(**call)
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_random_views_are_right(op: Op, wanted: int) -> None:
+    calls, run = (forwards(), run_forward) if op == "forward" else (backwards(), run_backward)
 
-    fuzz("views forward", wanted * (1 - GATED) / 2, test)
+    @given(calls)
+    def test(call: Call) -> None:
+        run(call)
 
-
-def test_backward_of_random_views(wanted: int) -> None:
-    @given(backwards())
-    def test(call: dict[str, Any]) -> None:
-        run_backward(**call)
-
-    fuzz("views backward", wanted * (1 - GATED) / 2, test)
+    fuzz(f"views {op}", wanted * (1 - GATED) / 2, test)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import float64
 import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
 import numpy as np
 from hypothesis import strategies as st
 
 GUARD = 64  # elements of the buffer before and after what an array is taken from
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The stored elements as unsigned integers."""
+    return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 
 
 class Layout(NamedTuple):
@@ -82,7 +86,7 @@ class Buffer:
         if not placed.near and 0 not in layout.steps and len(placed.shape) > 1:
             scales = 2.0 ** random.integers(-4, 5, (*placed.shape[:-1], 1))
             self.array[...] = (self.array.astype(np.float32) * scales).astype(dtype)
-        self._before = float64.bits(self.flat).copy()
+        self._before = bits(self.flat).copy()
 
     @property
     def _dims(self) -> list[int]:
@@ -105,7 +109,7 @@ class Buffer:
 
     def untouched(self, *, outside: bool = False) -> bool:
         """Whether the buffer, or what of it lies outside of the array, is as it was."""
-        same = float64.bits(self.flat) == self._before
+        same = bits(self.flat) == self._before
         if outside:
             same[self._view(np.arange(same.size))] = True
         return bool(same.all())
