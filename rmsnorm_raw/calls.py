@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rmsnorm_raw import interop, launch, strides
+from rmsnorm_raw.bounds import LEAST_SCALE
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidInput
@@ -31,8 +32,6 @@ ARGUMENT = {"y": "out", "rstd": "rstd_out", "scale": "scale_out"}
 #: heads, for which rows that share a weight are read where they are. A program of backward works on
 #: one head, and leaves partial sums; with more of them a copy costs less
 MAX_SHARED_HEADS = 256
-#: what the kernels give rows of zeros as a scale of their own
-SMALLEST_SCALE = 2.0**-100
 #: numbers that float32 can divide by, and one by them
 SCALES = 2.0**-126, 2.0**126
 
@@ -207,6 +206,8 @@ class Call:
 
     def require_targets(self, problem: Problem) -> None:
         """Raise InvalidInput where a given target cannot take its result."""
+        if not self.targets:
+            return
         written = {each.name: each for each in problem.operands if each.is_output}
         for name, seen in self.targets.items():
             argument = ARGUMENT.get(name, name)
@@ -287,7 +288,7 @@ class Call:
             }
             if self.is_empty:
                 of_nothing = {
-                    "rstd": rstd_of_nothing(problem.eps), "scale": SMALLEST_SCALE, "dweight": 0,
+                    "rstd": rstd_of_nothing(problem.eps), "scale": LEAST_SCALE, "dweight": 0,
                     "dbias": 0,
                 }  # fmt: skip
                 for name in made.keys() & of_nothing:

@@ -24,7 +24,6 @@ import numpy as np
 from rmsnorm_raw.backends.cupy_backend import RawStream, why_unavailable
 from rmsnorm_raw.dtypes import LARGEST_FP8
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
-from rmsnorm_raw.strides import collapse as collapse
 
 Gpu = Literal["cuda", "rocm"]
 #: device types of dlpack.h that a CPU can read: kDLCPU, kDLCUDAHost, kDLROCMHost

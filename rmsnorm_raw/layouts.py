@@ -1,7 +1,8 @@
 """What a call on torch tensors of one layout needs, found once and looked up from then on.
 
-Keys are what torch says of a tensor: (shape, dtype, device), its kind, and with strides its layout.
-Addresses enter by their alignment alone. The config comes from :func:`rmsnorm_raw.ready.prepare`.
+Keys are what torch says of a tensor: (shape, dtype, device), its kind, and with strides its layout;
+True stands for the strides of a contiguous tensor, and costs a call less. Addresses enter by their
+alignment alone. The config comes from :func:`rmsnorm_raw.ready.prepare`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from rmsnorm_raw.backends.prepared import PreparedLaunch
 from rmsnorm_raw.dtypes import optional_dtype_name
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.extras import MAX_HEAD_COLS, MAX_HEADS, Casting, Scale
-from rmsnorm_raw.interop import collapse, torch_device
+from rmsnorm_raw.interop import torch_device
 from rmsnorm_raw.launch import Tensor, dense_tensor
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.strides import collapse
 
 #: layouts whose launches are kept, those used last
 KEPT = 1024
@@ -30,11 +32,15 @@ class Prepared(NamedTuple):
     """What a layout needs.
 
     Attributes:
+        shape: of a result that is like x.
+        strides: of that result, which is contiguous.
         launches: in order; none where there are no elements.
         workspace: elements of fp32 scratch memory.
         counter: whether a word is wanted that is 0 at first.
     """
 
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     launches: tuple[PreparedLaunch, ...] = ()
     workspace: int = 0
     counter: bool = False
@@ -59,12 +65,10 @@ def forward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, _, device, strides = x
+    shape, _, _, strides = x
     if (found := collapse_all(shape, (strides,))) is None:
         return None
     rows, heads, (of_x,) = found
-    if heads > 1:  # TODO
-        return None
     problem = Problem.forward(
         rows, shape[-1], str(_dtype(x)), weight_dtype=_dtype(weight), eps=eps,
         store_rstd=store_rstd, heads=heads,
@@ -72,7 +76,7 @@ def forward(
     places = {
         "x": Tensor(low, *of_x), "weight": Tensor(weight_low), "y": dense_tensor(problem, "y", 0),
     }  # fmt: skip
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
 @store.until_saved(maxsize=KEPT)
@@ -97,13 +101,11 @@ def backward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_fit(x, weight)
-    shape, _, device, strides = x
+    shape, _, _, strides = x
     require_like(x, dout, rstd)
     if (found := collapse_all(shape, (dout[3], strides))) is None:
         return None
     rows, heads, (of_dout, of_x) = found
-    if heads > 1:  # TODO
-        return None
     problem = Problem.backward(
         rows, shape[-1], str(_dtype(x)), weight_dtype=_dtype(weight), need_dx=need_dx,
         need_dweight=need_dweight, heads=heads,
@@ -112,7 +114,7 @@ def backward(
         "dout": Tensor(low, *of_dout), "x": Tensor(low, *of_x), "weight": Tensor(weight_low),
         "dx": dense_tensor(problem, "dx", 0),
     }  # fmt: skip
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
 class Whole(NamedTuple):
@@ -159,9 +161,10 @@ def whole_forward(
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
     require_whole(x, weight, bias, residual, more)
-    shape, _, device, strides = x
+    shape, _, _, strides = x
     matrices = (strides,) if residual is None else (strides, residual[3])
-    if (found := collapse_all(shape, matrices, more.per_head)) is None:
+    per_head = more.per_head and shape[-2] > 1
+    if (found := collapse_all(shape, matrices, per_head)) is None:
         return None
     rows, heads, (of_x, *of_residual) = found
     problem = Problem.forward(
@@ -169,7 +172,7 @@ def whole_forward(
         store_rstd=store_rstd, bias_dtype=_dtype(bias), residual_dtype=_dtype(residual),
         residual_out_dtype=more.residual_out_dtype, out_dtype=more.out_dtype,
         weight_offset=more.weight_offset, casting=more.casting, heads=heads,
-        per_head=more.per_head and heads > 1, scale=more.scale,
+        per_head=per_head, scale=more.scale,
     )  # fmt: skip
     low, weight_low, bias_low, residual_low = lows
     places = {"x": Tensor(low, *of_x), "weight": Tensor(weight_low), "bias": Tensor(bias_low)}
@@ -177,7 +180,7 @@ def whole_forward(
         places["residual"] = Tensor(residual_low, *of_residual[0])
         if in_place:
             places["residual_out"] = places["residual"]
-    return _prepare(problem, device, places)
+    return _prepare(problem, x, places)
 
 
 @store.until_saved(maxsize=KEPT)
@@ -206,8 +209,9 @@ def whole_backward(
         InvalidInput: what no kernel can serve.
         BackendUnavailable: CuPy is missing, or does not fit the device.
     """
-    shape, _, device, strides = h
+    shape, _, _, strides = h
     matrices = [dout[3], strides] + ([] if dresidual_out is None else [dresidual_out[3]])
+    per_head = per_head and shape[-2] > 1
     if (found := collapse_all(shape, matrices, per_head)) is None:
         return None
     rows, heads, (of_dout, of_h, *of_dresidual_out) = found
@@ -215,7 +219,7 @@ def whole_backward(
         rows, shape[-1], str(_dtype(h)), weight_dtype=_dtype(weight), need_dx=dx_dtype is not None,
         need_dweight=need_dweight, bias_dtype=dbias_dtype, residual_dtype=dresidual_dtype,
         dresidual_out_dtype=_dtype(dresidual_out), out_dtype=_dtype(dout), dx_dtype=dx_dtype,
-        weight_offset=weight_offset, heads=heads, per_head=per_head and heads > 1,
+        weight_offset=weight_offset, heads=heads, per_head=per_head,
     )  # fmt: skip
     dout_low, low, weight_low, dresidual_out_low = lows
     places = {
@@ -223,11 +227,11 @@ def whole_backward(
     }  # fmt: skip
     if dresidual_out is not None:
         places["dresidual_out"] = Tensor(dresidual_out_low, *of_dresidual_out[0])
-    return _prepare(problem, device, places)
+    return _prepare(problem, h, places)
 
 
 def collapse_all(
-    shape: tuple[int, ...], matrices: Sequence[tuple[int, ...]], per_head: bool = False
+    shape: tuple[int, ...], matrices: Sequence[Any], per_head: bool = False
 ) -> tuple[int, int, list[tuple[int, int]]] | None:
     """(rows, heads, (token stride, head stride) of each matrix); None where one must be copied.
 
@@ -236,15 +240,17 @@ def collapse_all(
 
     Args:
         shape: of all the matrices.
-        matrices: their strides.
+        matrices: their strides; True for those of a contiguous tensor.
         per_head: the heads are those of the last leading dimension.
     """
+    # without elements any strides do: they may stand for one number repeated, and torch's
+    # contiguous() leaves them
+    dense = 0 in shape
+    matrices = [_contiguous(shape) if dense or each is True else each for each in matrices]
     leading, cols = len(shape) - 1, shape[-1]
-    if 0 in shape:  # any strides do, and torch's contiguous() leaves them
-        return math.prod(shape[:-1]), 1, [(cols, 0)] * len(matrices)
-    splits = [leading - 1] if per_head and shape[-2] != 1 else range(leading, 0, -1) or [0]
+    splits = [leading - 1] if per_head else range(leading, 0, -1) or [0]
     for split in splits:
-        heads = math.prod(shape[split:-1])
+        heads = math.prod(shape[split:-1]) or 1
         if not per_head and heads > 1 and (heads > MAX_HEADS or cols > MAX_HEAD_COLS):
             continue
         found = [
@@ -260,20 +266,27 @@ def collapse_all(
     return None
 
 
-def _prepare(problem: Problem, device: Any, given: Mapping[str, Tensor]) -> Prepared:
+def _prepare(problem: Problem, x: Kind, given: Mapping[str, Tensor]) -> Prepared:
     """The launches of a problem; tensors that are not given are contiguous, and aligned."""
+    result = tuple(x[0]), _contiguous(x[0])
     if not problem.rows or not problem.cols:
-        return Prepared()
+        return Prepared(*result)
     places = {
         name: given.get(name, dense_tensor(problem, name, 0))
         for name in (operand.name for operand in problem.operands)
     }
     alignment_bytes = ready.alignment_bytes_of(problem, places)
-    built = ready.prepare(problem, alignment_bytes, None, torch_device(device))
+    built = ready.prepare(problem, alignment_bytes, None, torch_device(x[2]))
     sizes = launch.tensor_bytes(built.problem, built.config, built.binary.backend.device)
     tensors = {name: places.get(name, Tensor(0)) for name in sizes}
     launches = launch.prepare(built.problem, built.config, built.binary, tensors)
-    return Prepared(launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes)
+    return Prepared(*result, launches, -(-sizes.get("workspace", 0) // 4), "counter" in sizes)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that torch gives a new tensor."""
+    sizes = [max(size, 1) for size in shape]
+    return tuple(math.prod(sizes[at:]) for at in range(1, len(sizes) + 1))
 
 
 def require_fit(x: Kind, weight: Kind | None, name: str = "weight", dims: int = 1) -> None:

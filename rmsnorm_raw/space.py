@@ -96,7 +96,8 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     tensors = 1 if problem.op == "forward" else 2
     extra = _extra_registers(problem, config, device)
     if config.path == "two_pass":
-        return OVERHEAD_REGISTERS + TILE_CHUNKS * (tensors * packed + extra) + weight + each
+        sums = each * (1 + (problem.extras.bias_dtype is not None))
+        return OVERHEAD_REGISTERS + TILE_CHUNKS * (tensors * packed + extra) + weight + sums
     if device.dialect == "amd" and (problem.op == "backward" or config.path != "registers"):
         held = _held_by_hiprtc(problem, config) + extra
         return OVERHEAD_REGISTERS + chunks(problem, config) * held
@@ -112,6 +113,8 @@ def _extra_registers(problem: Problem, config: Config, device: DeviceSpec) -> in
     more, each = problem.extras, elements(problem, config)
     beside = more.residual_dtype if problem.op == "forward" else more.residual_out_dtype
     held = max(1, each * stored_bytes(beside) // 4) if beside else 0
+    if config.path == "two_pass":
+        return held
     if beside and (device.dialect == "amd" or config.path == "pingpong"):
         held *= 2  # the next row's too, or fp32 beside what was loaded
     if more.bias_dtype:

@@ -216,7 +216,10 @@ def run_python_of_readme(blocks: slice) -> dict[str, Any]:
 def test_the_readmes_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
-    names = run_python_of_readme(slice(2))
+    names = run_python_of_readme(slice(3))
+    assert names["q"].shape == (8, 32, 128)
+    assert names["bwd"].dx.shape == names["fwd"].residual_out.shape
+    assert str(names["served"].y.dtype) == "float8_e4m3fn"
     assert names["model"][1].weight.grad is not None
     assert names["bwd"].dweight.shape == names["weight"].shape
 

@@ -16,6 +16,7 @@ import pytest
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.dtypes import DTYPE_BYTES
+from rmsnorm_raw.gate_device import REFERENCE
 from rmsnorm_raw.kernels import prelude
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import Problem
@@ -113,6 +114,13 @@ def test_every_kernel_builds_without_a_warning(problem: Problem, slug: str | Non
     assert ("nanosleep.u32" in ptx) == config.paced
     assert ptx.count("griddepcontrol") == 2 * (config.finish == "early")
     assert ("atom.global.add.u32" in ptx) == (config.paced or config.finish == "last_block")
+
+
+def test_the_gate_s_own_kernels_build_without_a_warning() -> None:
+    ptx, log = compile_ptx(REFERENCE)
+    assert log.strip("\0\n ") == ""
+    for name in REFERENCE.entry_points:
+        assert f".entry {name}(" in ptx
 
 
 def test_blocks_of_a_cluster_meet_before_they_store_and_wait_for_all_bytes() -> None:

@@ -159,3 +159,24 @@ def test_tune_says_what_is_known_of_such_a_problem(tmp_path: Path) -> None:
     header, row = (tmp_path / "tune.csv").read_text(encoding="utf-8").splitlines()
     assert header.split(",")[:6] == ["op", "m", "n", "act", "weight", "extras"]
     assert row.startswith('bwd,6,64,bf16,bf16,"bias bf16, residual_out bf16",LADDER')
+
+
+@pytest.mark.parametrize(
+    ("line", "extras"),
+    [
+        ("--op fwd --residual --bias", "bias bf16, residual bf16, residual_out bf16"),
+        ("--op fwd --out-dtype fp8 --scale dynamic", "out float8_e4m3fn, dynamic scale"),
+        ("--op bwd --residual --heads 3 --per-head", "3 heads, a weight each, residual_out bf16"),
+    ],
+)
+def test_bench_times_such_a_problem_and_says_what_it_was(
+    line: str, extras: str, tmp_path: Path
+) -> None:
+    result = run("bench", *HERE, *line.split(), "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert facts["row"]["extras"] == extras
+    problem = eval(facts["problem"], {"Problem": Problem})
+    assert str(problem.extras) == f" + {extras}"
+    assert re.search(r"\bbeside\b.*\n.*" + re.escape(extras), result.stdout)
+    assert "gate: passed" in result.stdout

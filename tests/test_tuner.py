@@ -20,6 +20,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
+from rmsnorm_raw.extras import Extras
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Outcome
 from rmsnorm_raw.worker import Worker
@@ -170,9 +171,14 @@ def test_wrong_arguments_are_refused() -> None:
     for nothing in (
         Problem.forward(0, 64, "fp32"),
         Problem.backward(8, 64, "fp32", need_dx=False, need_dweight=False),
+        Problem.backward(
+            8, 64, "fp32", need_dx=False, need_dweight=False, dresidual_out_dtype="fp32"
+        ),
     ):
         with pytest.raises(InvalidInput, match="launches nothing"):
             tuned(faster(), nothing)
+    alone = Problem.backward(8, 64, "fp32", need_dx=False, need_dweight=False, bias_dtype="fp32")
+    assert tuned(FakeSteps(times()), alone).origin == "searched"
 
 
 def test_what_cannot_be_searched_is_refused_before_a_worker_starts(cpu64: Backend) -> None:
@@ -236,6 +242,17 @@ def test_a_search_that_timed_nothing_leaves_no_record() -> None:
     assert "the budget of 8 s ended before a candidate was gated" in decision.why
     assert "\n0 correct, " in str(decision)
     assert store.lookup(store.key(PROBLEM, GPU)) is None
+
+
+def test_a_winner_is_of_the_whole_operation_that_it_was_found_for() -> None:
+    whole = replace(PROBLEM, extras=Extras(bias_dtype="bfloat16"))
+    base = ladder.default_config(whole, GPU.device)
+    steps = FakeSteps(lambda problem, config, regime: 90.0 if config == GOOD else 100.0)
+    assert base != GOOD
+    assert tuned(steps, whole).config == GOOD
+    assert store.resolve(whole, GPU) == (GOOD, "tuned")
+    for other in (PROBLEM, replace(PROBLEM, extras=Extras(bias_dtype="float32"))):
+        assert store.resolve(other, GPU)[1] == "ladder"
 
 
 AT_ONCE_S = 1e-9  # a budget that ends in the first round
@@ -350,6 +367,24 @@ def test_a_search_in_the_simulator_gates_and_decides_nothing(cpu32: Backend) -> 
     assert "FASTER" not in table
     assert "SLOWER" not in table
     assert not store.folder().exists()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem.forward(
+            9, 256, "bf16", bias_dtype="fp32", residual_dtype="bf16", heads=3, per_head=True
+        ),
+        Problem.backward(9, 256, "bf16", bias_dtype="fp32", dresidual_out_dtype="bf16"),
+    ],
+    ids=str,
+)
+def test_a_search_of_the_whole_operation_gates_its_candidates(
+    problem: Problem, cpu32: Backend
+) -> None:
+    decision = rr.tune(problem, backend=cpu32)
+    assert decision.counts["correct"] > 5, decision
+    assert not any(decision.counts.get(kind) for kind in ("compile", "runtime", "correctness"))
 
 
 def test_a_true_search_goes_on_past_planted_faults(cpu32: Backend) -> None:

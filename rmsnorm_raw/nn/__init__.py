@@ -1,4 +1,4 @@
-"""PyTorch: ``rms_norm`` and ``RMSNorm``."""
+"""PyTorch: ``rms_norm``, ``RMSNorm``, and ``patch`` for the norms of a finished model."""
 
 try:
     import torch  # noqa: F401
@@ -8,5 +8,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from rmsnorm_raw.nn.norm import EPS, RMSNorm, rms_norm
+from rmsnorm_raw.nn.patching import Patched, patch, unpatch
 
-__all__ = ["EPS", "RMSNorm", "rms_norm"]
+__all__ = ["EPS", "Patched", "RMSNorm", "patch", "rms_norm", "unpatch"]

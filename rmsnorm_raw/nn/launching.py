@@ -17,6 +17,10 @@ _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 is_batched = torch._C._functorch.is_legacy_batchedtensor  # by is_grads_batched
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # not in a torch for CPUs
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+#: on the current GPU, past the dispatcher, as inductor's code allocates
+_empty_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 def is_eager(x: Any, weight: Any, *more: Any) -> bool:
@@ -76,22 +80,30 @@ def launch(
         addresses: as ``launch.TENSORS`` has them, up to the workspace.
         more: from there on; backward's first is the counter, in whose place anything will do.
     """
-    device, stream, scratch_address = x.device, 0, 0
-    if x.is_cuda:
-        if device.index != torch._C._cuda_getDevice():
-            with torch.cuda.device(device):
+    index, stream, scratch_address = x.get_device(), 0, 0
+    if index >= 0:
+        if index != _current_device():
+            with torch.cuda.device(index):
                 return launch(prepared, x, addresses, more)
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        stream = _current_stream(index)
     if prepared.workspace:
-        scratch = torch.empty(prepared.workspace, dtype=torch.float32, device=device)
+        scratch = torch.empty(prepared.workspace, dtype=torch.float32, device=x.device)
         scratch_address = scratch.data_ptr()
     if prepared.counter:
-        counter = torch.zeros(1, dtype=torch.int32, device=device)
+        counter = torch.zeros(1, dtype=torch.int32, device=x.device)
         more = counter.data_ptr(), *more[1:]
     given = (*addresses, scratch_address, *more)
     for prepared_launch in prepared.launches:
         prepared_launch(stream, given)
     return None
+
+
+def empty_like(x: Any, prepared: layouts.Prepared) -> Any:
+    """A new contiguous tensor of x's shape, dtype and device."""
+    index = x.get_device()
+    if index < 0 or index != _current_device() or _empty_cuda is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _empty_cuda(prepared.shape, prepared.strides, x.dtype)
 
 
 def dense(tensor: Any) -> tuple[Any, int]:
@@ -106,7 +118,7 @@ def layout_of(tensor: Any) -> Any:
     """A tensor's layout, as :mod:`rmsnorm_raw.layouts` wants it; None for None."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+    return tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous() or tensor.stride()
 
 
 def kind_of(tensor: Any) -> Any:

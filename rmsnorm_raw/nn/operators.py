@@ -25,6 +25,7 @@ from rmsnorm_raw.nn import formula
 from rmsnorm_raw.nn.launching import (
     DEVICES,
     dense,
+    empty_like,
     is_batched,
     is_eager,
     kind_of,
@@ -89,19 +90,21 @@ def forward(x: Any, weight: Any, eps: float, store_rstd: bool) -> tuple[Any, Any
         layouts.require_fit(kind_of(x), kind_of(weight))
         layouts.require_eps(eps)
         return formula.forward(x, weight, eps)[:2]
-    weight, weight_address = dense(weight)
+    # dense, layout_of and kind_of written out: a call has no tenth of a microsecond to give away
+    kind, weight_address = None, 0
+    if weight is not None:
+        weight = weight.contiguous()
+        kind, weight_address = (weight.shape, weight.dtype, weight.device), weight.data_ptr()
     try:
         address = x.data_ptr()
     except RuntimeError as error:
         raise not_dense(x) from error
-    # layout_of and kind_of written out: a call has no tenth of a microsecond to give away
-    layout = x.shape, x.dtype, x.device, x.stride()
-    kind = None if weight is None else (weight.shape, weight.dtype, weight.device)
+    layout = x.shape, x.dtype, x.device, x.is_contiguous() or x.stride()
     low, weight_low = address & 15, weight_address & 15
     prepared = layouts.forward(layout, kind, low, weight_low, eps, store_rstd)
     if prepared is None:
         return forward(x.contiguous(), weight, eps, store_rstd)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = empty_like(x, prepared)
     rstd, rstd_address = None, 0
     if store_rstd:
         rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -130,7 +133,7 @@ def backward(
         return backward(dout.contiguous(), x.contiguous(), weight, rstd, need_dx, need_dweight)
     dx, dx_address, dweight, dweight_address = None, 0, None, 0
     if need_dx:
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx = empty_like(x, prepared)
         dx_address = dx.data_ptr()
     if need_dweight:
         dweight = torch.empty_like(weight)
