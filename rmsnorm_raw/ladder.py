@@ -22,6 +22,7 @@ from rmsnorm_raw.space import (
     inert_reason,
     reject_reason,
     require_fit,
+    ring_stranger,
     row_vectors,
 )
 
@@ -147,7 +148,7 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         # 4.4 us instead of 8.1 at 1x4096.
         if problem.need_dweight and problem.rows == 1:
             base = replace(base, finish="last_block")
-    elif device.arch == "sm_90" and vec == 16:
+    elif device.arch == "sm_90" and vec == 16 and not ring_stranger(problem):
         # Bulk copies into a ring of three rows, loads kept and stores streamed: 375 us at
         # 32768x8192, paced; 379 copied by lanes, 417 ping-pong, 506 from registers.
         base = replace(
@@ -174,6 +175,9 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
             store_policy=base.store_policy, finish=base.finish,
         )  # fmt: skip
         yield _ring_for(problem, device, config) if config.bulk else config
+    if problem.extras.heads > 1:  # which are never read twice; unmeasured
+        for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
+            yield Config(block=_block(row, most), threads_per_row=row, vec=vec, programs=1)
     # Rows too wide for that go in two passes.
     for programs in (4, 3, 2, 1):
         yield Config(block=256, vec=vec, path="two_pass", programs=programs)

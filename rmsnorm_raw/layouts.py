@@ -172,7 +172,7 @@ def whole_forward(
         store_rstd=store_rstd, bias_dtype=_dtype(bias), residual_dtype=_dtype(residual),
         residual_out_dtype=more.residual_out_dtype, out_dtype=more.out_dtype,
         weight_offset=more.weight_offset, casting=more.casting, heads=heads,
-        per_head=per_head, scale=more.scale,
+        per_head=per_head and heads > 1, scale=more.scale,
     )  # fmt: skip
     low, weight_low, bias_low, residual_low = lows
     places = {"x": Tensor(low, *of_x), "weight": Tensor(weight_low), "bias": Tensor(bias_low)}
@@ -219,7 +219,7 @@ def whole_backward(
         rows, shape[-1], str(_dtype(h)), weight_dtype=_dtype(weight), need_dx=dx_dtype is not None,
         need_dweight=need_dweight, bias_dtype=dbias_dtype, residual_dtype=dresidual_dtype,
         dresidual_out_dtype=_dtype(dresidual_out), out_dtype=_dtype(dout), dx_dtype=dx_dtype,
-        weight_offset=weight_offset, heads=heads, per_head=per_head,
+        weight_offset=weight_offset, heads=heads, per_head=per_head and heads > 1,
     )  # fmt: skip
     dout_low, low, weight_low, dresidual_out_low = lows
     places = {
@@ -243,14 +243,13 @@ def collapse_all(
         matrices: their strides; True for those of a contiguous tensor.
         per_head: the heads are those of the last leading dimension.
     """
-    # without elements any strides do: they may stand for one number repeated, and torch's
-    # contiguous() leaves them
-    dense = 0 in shape
-    matrices = [_contiguous(shape) if dense or each is True else each for each in matrices]
-    leading, cols = len(shape) - 1, shape[-1]
+    leading, cols, rows = len(shape) - 1, shape[-1], math.prod(shape[:-1])
+    if not rows or not cols:  # and torch calls any strides of it contiguous
+        return rows, 1, [(cols, 0)] * len(matrices)
+    matrices = [_contiguous(shape) if strides is True else strides for strides in matrices]
     splits = [leading - 1] if per_head else range(leading, 0, -1) or [0]
     for split in splits:
-        heads = math.prod(shape[split:-1]) or 1
+        heads = math.prod(shape[split:-1])
         if not per_head and heads > 1 and (heads > MAX_HEADS or cols > MAX_HEAD_COLS):
             continue
         found = [
@@ -261,7 +260,6 @@ def collapse_all(
             for strides in matrices
         ]
         if all(token and head for token, head in found):
-            rows = math.prod(shape[:-1])
             return rows, heads, [(t[2], h[2] if heads > 1 else 0) for t, h in found if t and h]
     return None
 

@@ -76,6 +76,13 @@ def ring_tensors(problem: Problem) -> int:
     return 2 + (more.residual_out_dtype is not None and problem.need_dx)
 
 
+def ring_stranger(problem: Problem) -> str | None:
+    """A dtype of those tensors that is not x's; a ring holds rows of one dtype."""
+    more, forward = problem.extras, problem.op == "forward"
+    beside = [more.residual_dtype] if forward else [more.residual_out_dtype, more.out_dtype]
+    return next((dtype for dtype in beside if dtype not in (problem.dtype, None)), None)
+
+
 def row_stores(problem: Problem, config: Config) -> int:
     """Stores that a lane makes for one of its vectors of a row, each of at most 16 bytes."""
     each = elements(problem, config)
@@ -348,11 +355,8 @@ def _reject_extras(problem: Problem, device: DeviceSpec, config: Config) -> str 
     more, own = problem.extras, problem.dtype
     if more.scale != "none" and (reason := _reject_fp8(problem.out_dtype, device)):
         return reason
-    if config.path == "lds":
-        forward = problem.op == "forward"
-        beside = [more.residual_dtype] if forward else [more.residual_out_dtype, more.out_dtype]
-        if others := [dtype for dtype in beside if dtype not in (own, None)]:
-            return f"a ring holds rows of one dtype, and beside {own} there is {others[0]}"
+    if config.path == "lds" and (other := ring_stranger(problem)):
+        return f"a ring holds rows of one dtype, and beside {own} there is {other}"
     if more.heads > 1 and (config.path == "two_pass" or config.blocks_per_row > 1):
         return "the rows of several heads a token are read once, each in one block"
     if more.scale == "dynamic" and config.blocks_per_row > 1:

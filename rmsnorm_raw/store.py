@@ -67,11 +67,12 @@ def key(problem: Problem, backend: Backend) -> Key:
     """What this process, device and kernel text look up for a problem."""
     first, _ = bucket(problem.rows, problem.extras.heads)
     alike = replace(problem, rows=first, eps=0.0, alignment=problem.widest_vec)
-    return _key(alike, backend.device, backend.toolchain)
+    return key_of(alike, backend.device, backend.toolchain)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _key(problem: Problem, device: DeviceSpec, toolchain: Toolchain) -> Key:
+def key_of(problem: Problem, device: DeviceSpec, toolchain: Toolchain) -> Key:
+    """As :func:`key`, of a problem at the lower end of its bucket, for any device and compiler."""
     choices, seen = [], [whole_text(problem.op)]
     for rows in bucket(problem.rows, problem.extras.heads):
         end = replace(problem, rows=rows)
@@ -178,7 +179,7 @@ def forget() -> None:
     """Look records up anew, also what other processes have saved since they were last asked for."""
     _memory.clear()
     _told.clear()
-    _key.cache_clear()
+    key_of.cache_clear()
     _known_best.cache_clear()
     _empty_caches()
 

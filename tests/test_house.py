@@ -168,7 +168,7 @@ def test_git_ignores_where_runs_put_their_tables() -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", read(name)):
+    for target in re.findall(r"\]\((?!https?://)([^)# ]+)[^)]*\)", read(name)):
         assert (ROOT / target).exists(), target
 
 
@@ -194,6 +194,19 @@ def test_the_first_commands_are_the_promised_ones_and_ci_runs_the_tests() -> Non
     assert tests == ["pip install tox && tox", "tox -e gfx950"]
     steps = re.findall(r"^step '(.+)'$", read(".ci/run"), re.MULTILINE)
     assert steps == [tests[0], "tox -e gfx950-ci,rocm-ci"]
+
+
+def test_every_feature_of_ours_is_linked_to_a_test_that_is_there() -> None:
+    lines = read("README.md").splitlines()
+    (row,) = (line for line in lines if line.startswith("| **rmsnorm_raw** |"))
+    ours = row.strip("| ").split(" | ")[1:]
+    others = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith("| Quack (NV")]
+    assert len(ours) == len(others[0]) == 14
+    for cell in ours:
+        links = re.findall(r"\[[^]]+\]\((tests/\S+\.py) \"(\w+)\"\)", cell)
+        assert len(links) == cell.count("](") >= 1
+        for file, test in links:
+            assert f"def {test}(" in read(file), f"{file} has no {test}"
 
 
 def test_the_readme_lists_the_environment_variables() -> None:

@@ -186,6 +186,19 @@ def test_a_scale_that_is_given(backend: str) -> None:
     assert (y.float() == want).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, COLS)])
+def test_no_elements(backend: str, shape: tuple[int, int]) -> None:
+    x, r = torch.ones(shape, dtype=BF16), torch.ones(shape)
+    y, out, scale = nn.rms_norm(x, residual=r, prenorm=True, out_dtype=FP8, scale="dynamic")
+    assert (y.shape, out.shape, scale.shape) == (shape, shape, shape[:1])
+    assert (scale == 2.0**-100).all()
+    w, b = (torch.ones(shape[1:]).requires_grad_() for _ in range(2))
+    y, out = nn.rms_norm(x.requires_grad_(), w, bias=b, residual=r.requires_grad_(), prenorm=True)
+    grads = torch.autograd.grad((y.sum(), out.sum()), (x, w, b, r))
+    assert [grad.shape for grad in grads] == [shape, shape[1:], shape[1:], shape]
+    assert not any(grad.any() for grad in grads)
+
+
 def test_8_bits_have_no_gradient(backend: str) -> None:
     x = torch.ones(3, COLS, requires_grad=True)
     for scale in ("dynamic", torch.ones(1)):
@@ -223,6 +236,15 @@ def test_a_residual_in_place_that_is_x_itself(backend: str) -> None:
     want = nn.rms_norm(twice)
     assert plain.same(nn.rms_norm(x, residual=x, residual_inplace=True), want)
     assert plain.same(x, twice)
+
+
+def test_a_residual_in_place_that_overlaps_x(backend: str) -> None:
+    """Rows of x are written while others are still to be read."""
+    memory = plain.maker(BF16, "cpu")(301, COLS)
+    x, r = memory[:300], memory[1:]
+    want, out = nn.rms_norm(x, residual=r.clone(), prenorm=True)
+    assert plain.same(nn.rms_norm(x, residual=r, residual_inplace=True), want)
+    assert plain.same(r, out)
 
 
 def test_no_gradient_goes_through_what_is_written_in_place(backend: str) -> None:
