@@ -15,7 +15,7 @@ from rmsnorm_raw.extras import Casting, casting_of
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import whole
 from rmsnorm_raw.nn.launching import is_eager, require_tensors
-from rmsnorm_raw.nn.operators import PlainNorm, forward
+from rmsnorm_raw.nn.plain import PlainNorm, forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,8 +19,9 @@ import torch
 from torch.autograd import forward_ad
 
 from rmsnorm_raw import interop, layouts
+from rmsnorm_raw.calls import rstd_of_nothing
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import Scale
+from rmsnorm_raw.extras import LEAST_SCALE, Scale
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import formula
 from rmsnorm_raw.nn.launching import (
@@ -35,7 +36,6 @@ from rmsnorm_raw.nn.launching import (
     require_real,
     simulates,
 )
-from rmsnorm_raw.ops import rstd_of_nothing
 
 
 def call(
@@ -208,7 +208,7 @@ def forward(
         if rstd is not None:
             rstd.fill_(rstd_of_nothing(more.eps))
         if scales is not None:
-            scales.fill_(formula.LEAST_SCALE)
+            scales.fill_(LEAST_SCALE)
     if in_place and not residual.is_inference():
         torch.autograd.graph.increment_version(residual)
     return y, rstd, residual_out, scales
