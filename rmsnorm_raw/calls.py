@@ -15,14 +15,13 @@ from typing import Any, Literal
 import numpy as np
 
 from rmsnorm_raw import interop, launch, strides
-from rmsnorm_raw.bounds import LEAST_SCALE
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import MAX_HEAD_COLS
+from rmsnorm_raw.extras import LEAST_SCALE, MAX_HEAD_COLS
 from rmsnorm_raw.interop import View
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import MATRICES, Operand, Problem
+from rmsnorm_raw.problem import MATRICES, OF_ROWS, Operand, Problem
 from rmsnorm_raw.ready import SCRATCH_ALIGNMENT, Ready, alignment_bytes_of, prepare, serving
 
 #: what is left of a caller's ``config`` when its slug is parsed
@@ -271,7 +270,7 @@ class Call:
     def _shape(self, operand: Operand) -> tuple[int, ...]:
         if operand.is_matrix:
             return self.x.shape
-        return self.x.shape[:-1] if operand.name in ("rstd", "scale") else self.lists
+        return self.x.shape[:-1] if operand.name in OF_ROWS else self.lists
 
     def compute(self, problem: Problem, chosen: Chosen) -> dict[str, Any]:
         """Launch a problem on the arrays that joined.

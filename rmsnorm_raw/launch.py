@@ -24,6 +24,8 @@ from rmsnorm_raw.space import (
 
 #: HIP refuses a launch of 2**32 threads or more
 MAX_THREADS = (1 << 32) - 1
+#: the tensors that no caller sees
+SCRATCH = ("workspace", "counter")
 #: the tensors of an operation, in the order of the addresses that prepared launches take; a plain
 #: problem's come first
 TENSORS: dict[Op, tuple[str, ...]] = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rmsnorm_raw.calls import Call, Chosen
-from rmsnorm_raw.calls import rstd_of_nothing as rstd_of_nothing
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import fp8_dtype, optional_dtype_name
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput

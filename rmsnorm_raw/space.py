@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rmsnorm_raw.config import Config, Finish, Policy
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.dtypes import stored_bytes
+from rmsnorm_raw.dtypes import fp8_dtype, stored_bytes
 from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.problem import Problem
 
@@ -367,7 +367,7 @@ def _reject_extras(problem: Problem, device: DeviceSpec, config: Config) -> str 
 
 
 def _reject_fp8(out_dtype: str, device: DeviceSpec) -> str | None:
-    has = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
+    has = fp8_dtype(device.arch)
     if out_dtype != has:
         return f"{device.arch} converts to {has}, not {out_dtype}"
     version = device.arch.removeprefix("sm_")

@@ -12,14 +12,13 @@ from typing import Any
 
 from rmsnorm_raw.check import Verdict
 from rmsnorm_raw.dtypes import LARGEST_FP8
+from rmsnorm_raw.extras import LEAST_SCALE
 from rmsnorm_raw.problem import Problem
 
 #: relative L2 error of an output, at most: about twice that of one rounding
 LIMITS = {"bfloat16": 3e-3, "float16": 4e-4, "float32": 1e-6} | dict.fromkeys(LARGEST_FP8, 5e-2)
 #: elements that are worked on at a time, in several float64 temporaries
 GATE_ELEMENTS = 1 << 24
-#: a dynamic scale is at least this
-LEAST_SCALE = 2.0**-100
 
 Tensors = Mapping[str, Any]  # torch's, by name
 
