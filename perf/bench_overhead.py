@@ -12,7 +12,7 @@ import pytest
 
 from rmsnorm_raw import workbench
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.study.providers import LIMITS
+from rmsnorm_raw.study.peer_gate import LIMITS
 
 torch = pytest.importorskip("torch", reason="the calls are torch's: pip install torch")
 

@@ -11,11 +11,21 @@ from rmsnorm_raw.backends import Backend, get_backend
 
 def start(name: str, description: str) -> tuple[Backend, Path]:
     """The device, and the folder for what a command writes; exits where there is no GPU."""
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results", name))
-    out: Path = parser.parse_args().out
+    out: Path = parser(name, description).parse_args().out
+    return on_gpu(name, out), out
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """Of a command that has more options than ``--out``."""
+    made = argparse.ArgumentParser(description=description.splitlines()[0])
+    made.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results", name))
+    return made
+
+
+def on_gpu(name: str, out: Path) -> Backend:
+    """The device, the folder made; exits where there is no GPU."""
     backend = get_backend()
     if backend.device.simulated:
         sys.exit(f"perf.{name} needs a GPU: what the simulator takes says nothing about speed")
     out.mkdir(parents=True, exist_ok=True)
-    return backend, out
+    return backend

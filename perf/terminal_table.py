@@ -62,12 +62,13 @@ def table(session: Session) -> Iterator[str]:
 
 def _others(session: Session, unit: str) -> Iterator[str]:
     """The suites beside the cells; a ratio is to ours in the group."""
+    width = max((28, *(len(group) for group, *_ in session.others)))
     if session.others:
         figures = f"{unit:>11} {'GB/s':>7} {'% best':>7} {'/ ours':>7}"
-        yield f"{'group':<28} {'provider':<14} {figures}  slug"
+        yield f"{'group':<{width}} {'provider':<14} {figures}  slug"
     ours = {group: us for group, us, info in session.others if info["provider"] == bars.OURS}
     for group, median_us, info in session.others:
         speeds = (f"{info[name]:.1f}" if name in info else "-" for name in ("gbps", "pct_best"))
         ratio = f"{median_us / ours[group]:.3f}" if group in ours else "-"
         cells = " ".join(f"{it:>7}" for it in (*speeds, ratio))
-        yield f"{group:<28} {info['provider']:<14} {median_us:11.2f} {cells}  {info['slug']}"
+        yield f"{group:<{width}} {info['provider']:<14} {median_us:11.2f} {cells}  {info['slug']}"

@@ -30,7 +30,7 @@ from rmsnorm_raw.study.cells import problem_columns
 from rmsnorm_raw.study.tuning import Row
 
 COLUMNS = (
-    "op", "m", "n", "act", "weight", "config", "ladder", "regime", "verdict", "tuned_us",
+    "op", "m", "n", "act", "weight", "extras", "config", "ladder", "regime", "verdict", "tuned_us",
     "ladder_us", "ratio", "low", "high",
 )  # fmt: skip
 LIMITS = {

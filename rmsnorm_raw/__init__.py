@@ -27,6 +27,7 @@ _HOME = {
     "rmsnorm_fwd": "ops",
     "roofline": "workbench",
     "tune": "tuner",
+    "workspace_bytes": "ready",
 }
 _SUBMODULES = ("array", "errors", "nn")
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from rmsnorm_raw.ops import rmsnorm_bwd as rmsnorm_bwd
     from rmsnorm_raw.ops import rmsnorm_fwd as rmsnorm_fwd
     from rmsnorm_raw.problem import Problem as Problem
+    from rmsnorm_raw.ready import workspace_bytes as workspace_bytes
     from rmsnorm_raw.tuner import tune as tune
     from rmsnorm_raw.workbench import build as build
     from rmsnorm_raw.workbench import compare as compare

@@ -1,20 +1,30 @@
-"""The gate in NumPy: number formats, gate data, the float64 reference, the error bounds.
+"""The gate in NumPy: number formats, the float64 reference, the error bounds.
 
 What is right, and how far a correct kernel may be from it. Nothing here touches a device;
-:mod:`rmsnorm_raw.kernels.reference` states the data, the sums and the comparison again for one.
+:mod:`rmsnorm_raw.kernels.reference` states the sums and the comparison again for one.
 
 Bounds, with u = 2**-24, h = half the output dtype's spacing at the float64 value (0 for float32),
-S and D the chains that :mod:`rmsnorm_raw.space` counts, g = dout * weight and xhat = x * rstd; each
-has 2**-126 added:
+S and D the chains that :mod:`rmsnorm_raw.space` counts, w the weight and its offset, b the bias,
+x the sum with the residual, g = dout * w and xhat = x * rstd; each has 2**-126 added:
 
-    rstd      u * (8 + S/8)  * rstd
-    y         h + u * (10 + S/8) * |xhat * weight|
-    dx        h + u * (16 + S/8) * rstd * (|g| + |xhat| * mean|g * xhat|)
-    dweight   h + u * (8 + D/32) * sum|dout * xhat|
+    rstd           u * (8 + S/8)  * rstd
+    y              h + u * (10 + S/8) * (|xhat * w| + |b|)
+    dx, dresidual  h + u * (16 + S/8) * rstd * (|g| + |xhat| * mean|g * xhat|) + u * |dresidual_out|
+    dweight        h + u * (8 + D/32) * sum|dout * xhat|
+    dbias          h + u * (8 + D/32) * sum|dout|
+    residual_out   0: the fp32 sum, rounded once
+    scale          u * (12 + S/8) * max(|xhat * w| + |b|) / the largest number, by row
 
 They were found by experiment in NumPy up to N = 1,048,576 (dx to 262,144): correct fp32 kernels
 meet them; a store that truncates to bf16 and a dx without its row term do not. "Within 1 ulp" would
-pass the first, and "within 2 ulp of the row's largest" the second in most rows.
+pass the first, and "within 2 ulp of the row's largest" the second in most rows. The gradient of
+residual_out enters by one addition, whose rounding the other terms' share of u * 16 pays for.
+
+With the casting "llama", xhat is rounded to x's dtype, to either side where it is within the bound
+of a tie: xhat is then the middle of what it may be, and half of the distance times |w| is allowed.
+
+An 8-bit y is y / scale, clamped and rounded: what that may be within y's bound / scale, and within
+1e-5 of y / scale itself, of a tie.
 """
 
 from __future__ import annotations
@@ -25,19 +35,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rmsnorm_raw.dtypes import LARGEST_FP8
+
 Floats = npt.NDArray[np.float64]
-Bits = npt.NDArray[Any]  # uint16 or uint32, as the dtype is stored
-_U64 = npt.NDArray[np.uint64]
+Bits = npt.NDArray[Any]  # uint8, uint16 or uint32, as the dtype is stored
 
 UNIT = 2.0**-24
 #: bits of the significand, the hidden one included
-SIGNIFICAND_BITS = {"float16": 11, "bfloat16": 8, "float32": 24}
-_LOWEST_BINADE = {"float16": -14, "bfloat16": -126, "float32": -126}
-_HIGHEST_BINADE = {"float16": 15, "bfloat16": 127, "float32": 127}
+SIGNIFICAND_BITS = {"float16": 11, "bfloat16": 8, "float32": 24} | dict.fromkeys(LARGEST_FP8, 4)
+_BINADES = {  # the lowest and the highest
+    "float16": (-14, 15),
+    "bfloat16": (-126, 127),
+    "float32": (-126, 127),
+    "float8_e4m3fn": (-6, 8),
+    "float8_e4m3fnuz": (-7, 7),
+}
 STORAGE: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.uint16),
     "bfloat16": np.dtype(np.uint16),
     "float32": np.dtype(np.uint32),
+    "float8_e4m3fn": np.dtype(np.uint8),
+    "float8_e4m3fnuz": np.dtype(np.uint8),
 }
 
 
@@ -50,17 +68,32 @@ def decode(bits: Bits, dtype: str) -> Floats:
     An infinity becomes the power of two after the largest finite number, so that an overflow has an
     error like any other: none where the correct result rounds to it too.
     """
+    if dtype in LARGEST_FP8:
+        return _decode_fp8(bits, dtype)
     if dtype == "bfloat16":
         values = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
         values = np.ascontiguousarray(bits).view(dtype)
-    limit = 2.0 ** (_HIGHEST_BINADE[dtype] + 1)
     with np.errstate(invalid="ignore"):  # a signalling NaN
-        return np.clip(values.astype(np.float64), -limit, limit)
+        return _clamped(values.astype(np.float64), dtype)
+
+
+def _decode_fp8(bits: Bits, dtype: str) -> Floats:
+    field, fraction = bits.astype(np.int64) >> 3 & 15, bits & 7
+    significand = np.where(field, fraction + 8.0, fraction)
+    values = np.ldexp(significand, np.maximum(field, 1) + _BINADES[dtype][0] - 4)
+    is_nan = bits & 0x7F == 0x7F if dtype == "float8_e4m3fn" else bits == 0x80
+    return np.where(is_nan, np.nan, np.where(bits >> 7, -values, values))
+
+
+def _clamped(values: Floats, dtype: str) -> Floats:
+    """Values within an 8-bit float's range; within what infinities stand for, of the others."""
+    limit = LARGEST_FP8.get(dtype, 2.0 ** (_BINADES[dtype][1] + 1))
+    return np.clip(values, -limit, limit)
 
 
 def encode(values: Floats, dtype: str) -> Bits:
-    """Values, exact in float32, rounded to nearest even and as they are stored."""
+    """Values, exact in float32, rounded to nearest even and as they are stored; no 8-bit dtype."""
     with np.errstate(over="ignore"):
         if dtype == "float16":
             return values.astype(np.float16).view(np.uint16)
@@ -78,85 +111,22 @@ def spacing(values: Floats, dtype: str) -> Floats:
     """
     magnitude = np.maximum(np.abs(values), 2.0**-200)  # frexp gives 0 the exponent of 1/2
     exponent = np.frexp(magnitude)[1] - 1
-    binade = np.clip(exponent, _LOWEST_BINADE[dtype], _HIGHEST_BINADE[dtype])
-    return _power_of_two(binade - (SIGNIFICAND_BITS[dtype] - 1))
+    binade = np.clip(exponent, *_BINADES[dtype])
+    return power_of_two(binade - (SIGNIFICAND_BITS[dtype] - 1))
 
 
-def _power_of_two(exponent: npt.NDArray[np.integer[Any]]) -> Floats:
-    return np.asarray(np.ldexp(1.0, exponent), np.float64)
+def rounded(values: Floats, dtype: str) -> Floats:
+    """The number of a dtype that is nearest to each value, of two the even one.
 
-
-# ---- gate data ----------------------------------------------------------------------------------
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_STREAM = {"x": 0, "dout": 1, "weight": 2}
-
-
-def gate_data(
-    name: str, first: int, last: int, cols: int, dtype: str, seed: int, *, exact: bool
-) -> Bits:
-    """Rows first to last of an input, shape (last - first, cols), as stored bits.
-
-    Every element is a hash of (seed, tensor, element number): integers times powers of two, rounded
-    once, so a device makes the same bits. z below is the sum of four uniform 16-bit numbers,
-    centred and made odd, times 2**-16: bell-shaped, never 0, |z| <= 4, standard deviation 1.155.
-
-    x is z times the row's scale, 2**-6 to 2**6, all thirteen in any thirteen rows; dout is z plus
-    half of x / scale, without which the row term of dx would vanish in the noise; weight is
-    1 + z / 8.
-
-    The exact case has x = +-scale, dout an integer from -8 to 8, weight 1/2, 1 or 2. With rstd =
-    1 / scale and N a power of two every product and sum is exact in fp32, in any order.
-
-    Args:
-        name: "x", "dout" or "weight", which is one row.
-        first: the first row.
-        last: one after the last row.
-        cols: N.
-        dtype: of the result.
-        seed: 0 <= seed < 2**64.
-        exact: the exact case instead.
+    It has no largest one here: from half a spacing above that on, the result is larger.
     """
-    rows: _U64 = np.arange(first, last, dtype=np.uint64)[:, None]
-    columns: _U64 = np.arange(cols, dtype=np.uint64)
-    elements = rows * np.uint64(cols) + columns
-    draws = _draw(seed, name, elements)
-    # Row 0 has the smallest scale, for eps shows in no other, and a few rows have large ones too.
-    scale = _power_of_two((rows * np.uint64(5) % np.uint64(13)).astype(np.int64) - 6)
-    if exact:
-        high = draws >> np.uint64(32)
-        if name == "x":
-            values = np.where(draws & np.uint64(1), -scale, scale)
-        elif name == "dout":
-            values = (high % np.uint64(17)).astype(np.float64) - 8.0
-        else:
-            values = _power_of_two((high % np.uint64(3)).astype(np.int64) - 1)
-    elif name == "x":
-        values = _bell(draws) * scale
-    elif name == "dout":
-        values = _bell(draws) + 0.5 * _bell(_draw(seed, "x", elements))
-    else:
-        values = 1.0 + 0.125 * _bell(draws)
-    return encode(values, dtype)
+    step = spacing(values, dtype)
+    return np.rint(values / step) * step
 
 
-def _mix(z: _U64) -> _U64:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014; Stafford's mix 13)."""
-    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return z ^ z >> np.uint64(31)
-
-
-def _draw(seed: int, name: str, elements: _U64) -> _U64:
-    key = _mix(np.array([(seed + _STREAM[name] * _GOLDEN) % 2**64], np.uint64))
-    return _mix(key + (elements + np.uint64(1)) * np.uint64(_GOLDEN))
-
-
-def _bell(draws: _U64) -> Floats:
-    total = np.full(draws.shape, -262139.0 / 2)
-    for shift in (0, 16, 32, 48):
-        total += draws >> np.uint64(shift) & np.uint64(0xFFFF)
-    return total * 2.0**-15
+def power_of_two(exponent: npt.NDArray[np.integer[Any]]) -> Floats:
+    """2 to each exponent."""
+    return np.asarray(np.ldexp(1.0, exponent), np.float64)
 
 
 # ---- the float64 reference ----------------------------------------------------------------------
@@ -167,7 +137,7 @@ class Reference(NamedTuple):
 
     Attributes:
         terms: (3, rows), see :func:`row_terms`.
-        columns: (2, cols) sums over rows of dout * xhat, which is dweight, and of |dout * xhat|.
+        columns: see :meth:`gate.Engine.column_sums`.
     """
 
     terms: Floats
@@ -191,7 +161,10 @@ def row_terms(sums: Floats, cols: int, eps: float, *, given: float = 0.0) -> Flo
 
 
 def row_sums(dout: Floats | None, x: Floats, weight: Floats | None) -> Floats:
-    """(3, rows) sums over columns of x**2, g * x and |g * x|; the last two 0 without dout."""
+    """(3, rows) sums over columns of x**2, g * x and |g * x|; the last two 0 without dout.
+
+    Here and below a weight, its offset added, is (cols,), or (rows, cols) where rows differ.
+    """
     sums = np.zeros((3, len(x)))
     sums[0] = np.square(x).sum(axis=1)
     if dout is not None:
@@ -200,25 +173,65 @@ def row_sums(dout: Floats | None, x: Floats, weight: Floats | None) -> Floats:
     return sums
 
 
-def y_and_scale(x: Floats, weight: Floats | None, rstd: Floats) -> tuple[Floats, Floats]:
-    """(y, what its bound is relative to), both (rows, cols), from rstd (rows,)."""
-    y = _weighted(x * rstd[:, None], weight)
-    return y, np.abs(y)
+class Wanted(NamedTuple):
+    """What an output should be: the error allowed is a factor times ``scale``, plus ``slack``."""
+
+    value: Floats
+    scale: Floats
+    slack: Floats | float = 0.0
+
+
+def y_and_scale(
+    x: Floats,
+    weight: Floats | None,
+    rstd: Floats,
+    *,
+    bias: Floats | None = None,
+    cast: str | None = None,
+    factor: float = 0.0,
+) -> Wanted:
+    """y and what its bound is made of, all (rows, cols), from rstd (rows,).
+
+    Args:
+        x: (rows, cols), the residual added.
+        weight: see :func:`row_sums`, and so for bias.
+        rstd: (rows,).
+        bias: None for none.
+        cast: the dtype that xhat is rounded to.
+        factor: how far off xhat may be before that, relative: see :func:`bound_factor`.
+    """
+    xhat = x * rstd[:, None]
+    slack: Floats | float = 0.0
+    if cast:
+        low, high = rounded(xhat * (1 - factor), cast), rounded(xhat * (1 + factor), cast)
+        xhat = (low + high) / 2
+        slack = np.abs(_weighted(high - low, weight)) / 2
+    y = _weighted(xhat, weight)
+    if bias is None:
+        return Wanted(y, np.abs(y), slack)
+    return Wanted(y + bias, np.abs(y) + np.abs(bias), slack)
 
 
 def dx_and_scale(
-    dout: Floats, x: Floats, weight: Floats | None, terms: Floats
-) -> tuple[Floats, Floats]:
-    """(dx, what its bound is relative to), both (rows, cols), from :func:`row_terms`."""
+    dout: Floats,
+    x: Floats,
+    weight: Floats | None,
+    terms: Floats,
+    dresidual_out: Floats | None = None,
+) -> Wanted:
+    """dx and what its bound is made of, all (rows, cols), from :func:`row_terms`."""
     rstd, dot, spread = terms[:, :, None]
     g, xhat = _weighted(dout, weight), x * rstd
-    return rstd * (g - xhat * dot), rstd * (np.abs(g) + np.abs(xhat) * spread)
+    dx, scale = rstd * (g - xhat * dot), rstd * (np.abs(g) + np.abs(xhat) * spread)
+    if dresidual_out is None:
+        return Wanted(dx, scale)
+    return Wanted(dx + dresidual_out, scale, UNIT * np.abs(dresidual_out))
 
 
 def reference_forward(x: Floats, weight: Floats | None, eps: float) -> tuple[Floats, Floats]:
     """RMSNorm in float64: y (rows, cols) and rstd (rows,) of x (rows, cols) and weight (cols,)."""
     rstd = row_terms(row_sums(None, x, weight), x.shape[1], eps)[0]
-    return y_and_scale(x, weight, rstd)[0], rstd
+    return y_and_scale(x, weight, rstd).value, rstd
 
 
 def reference_backward(
@@ -238,7 +251,7 @@ def reference_backward(
     if rstd is not None:
         terms = np.stack([rstd, sums[1] * rstd / cols, sums[2] * rstd / cols])
     dweight = (dout * x * terms[0][:, None]).sum(axis=0)
-    return dx_and_scale(dout, x, weight, terms)[0], dweight
+    return dx_and_scale(dout, x, weight, terms).value, dweight
 
 
 def _weighted(values: Floats, weight: Floats | None) -> Floats:
@@ -248,14 +261,29 @@ def _weighted(values: Floats, weight: Floats | None) -> Floats:
 # ---- bounds -------------------------------------------------------------------------------------
 
 
+_CONSTANTS = {  # and what the chain is divided by
+    "rstd": (8, 8),
+    "y": (10, 8),
+    "scale": (12, 8),
+    "dx": (16, 8),
+    "dresidual": (16, 8),
+    "dweight": (8, 32),
+    "dbias": (8, 32),
+}
+#: an 8-bit y may round either way so near to a tie, relative
+TIE = 1e-5
+
+
 def bound_factor(output: str, chain: int) -> float:
     """The bound of an output relative to its scale: the table's u * (...) at the head of this file.
 
     Args:
-        output: "rstd", "y", "dx" or "dweight".
-        chain: D for dweight, S for the others.
+        output: its name; 0 for residual_out, which is exact.
+        chain: D for dweight and dbias, S for the others.
     """
-    constant, divisor = {"rstd": (8, 8), "y": (10, 8), "dx": (16, 8), "dweight": (8, 32)}[output]
+    if output == "residual_out":
+        return 0.0
+    constant, divisor = _CONSTANTS[output]
     return UNIT * (constant + chain / divisor)
 
 
@@ -280,28 +308,38 @@ class Worst(NamedTuple):
 
 
 def worst_of(
-    got: Bits, want: Floats, scale: Floats, factor: float, dtype: str, *, exact: bool = False
+    got: Bits,
+    want: Floats,
+    scale: Floats,
+    factor: float,
+    dtype: str,
+    *,
+    slack: Floats | float = 0.0,
+    exact: bool = False,
 ) -> Worst:
     """Compare stored elements, (rows, cols) and not empty, with their float64 reference.
 
     Args:
         got: the output as stored.
-        want: the reference.
+        want: the reference; of an 8-bit y it, and scale and slack, over y's scale.
         scale: what the bound is relative to, by element.
         factor: from :func:`bound_factor`.
         dtype: of the output.
+        slack: allowed beside.
         exact: ask for the reference rounded once, instead of an error within the bound.
     """
     values = decode(got, dtype)
-    limit = 2.0 ** (_HIGHEST_BINADE[dtype] + 1)
-    want = np.clip(want, -limit, limit)
+    want = _clamped(want, dtype)
     if exact:
-        want = decode(encode(want, dtype), dtype)
+        want = rounded(want, dtype)
         bound = np.zeros_like(want)
         ratio = np.where(values == want, 0.0, np.inf)
     else:
-        half = 0.0 if dtype == "float32" else spacing(want, dtype) / 2
-        bound = half + factor * scale + 2.0**-126
+        if dtype in LARGEST_FP8:
+            bound = _reach(want, factor * scale + slack, dtype) + 2.0**-126
+        else:
+            half = 0.0 if dtype == "float32" else spacing(want, dtype) / 2
+            bound = half + factor * scale + (slack + 2.0**-126)
         ratio = np.abs(values - want) / bound
         ratio[np.isnan(ratio)] = np.inf
     at = int(np.argmax(ratio))
@@ -310,6 +348,14 @@ def worst_of(
         float(ratio.flat[at]), row, col, float(values.flat[at]), float(want.flat[at]),
         float(bound.flat[at]),
     )  # fmt: skip
+
+
+def _reach(want: Floats, error: Floats, dtype: str) -> Floats:
+    """How far from right the 8-bit rounding of what may be off by an error, or by TIE, can be."""
+    error = np.maximum(TIE * np.abs(want), error)
+    ends = (rounded(_clamped(want + way * error, dtype), dtype) for way in (-1, 1))
+    low, high = (np.abs(end - want) for end in ends)
+    return np.maximum(low, high)
 
 
 def row_blocks(rows: int, cols: int) -> Iterator[tuple[int, int]]:

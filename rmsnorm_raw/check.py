@@ -7,9 +7,11 @@ float64 reference and the bounds of :mod:`rmsnorm_raw.bounds`. Beyond the number
   addresses that are aligned to ``problem.alignment`` and no better;
 * nothing outside the tensors is written, and nothing read there is used: outputs, their gaps and
   their guard bands begin as NaN, the gaps of inputs as numbers whose squares overflow;
-* inputs are bitwise what they were, and dweight is the same bits in a second run, on a used
-  workspace;
-* backward is bit-equal to the reference on data that no fp32 sum has to round.
+* inputs are bitwise what they were, and dweight and dbias are the same bits in a second run, on a
+  used workspace;
+* backward is bit-equal to the reference on data that no fp32 sum has to round;
+* an 8-bit y is right both where a given scale has many elements clamped and where many are
+  subnormal.
 
 On a GPU, data and comparison are kernels too (:mod:`rmsnorm_raw.kernels.reference`): nothing of
 full size is copied to the host. On the simulator they are NumPy. Both make the same data.
@@ -21,41 +23,37 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from rmsnorm_raw import bounds, launch, space
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.backends.cpu import landings
-from rmsnorm_raw.bounds import Bits, Reference, Worst
+from rmsnorm_raw.bounds import Bits, Floats, Reference, Worst
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.dtypes import DTYPE_BYTES
+from rmsnorm_raw.dtypes import LARGEST_FP8, stored_bytes
 from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import InvalidInput, WrongResult
-from rmsnorm_raw.gate import DATA, Case, DeviceEngine, Engine, HostEngine
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.extras import LEAST_SCALE
+from rmsnorm_raw.gate import Case, Engine, HostEngine
+from rmsnorm_raw.gate_data import DATA, static_scale
+from rmsnorm_raw.gate_device import DeviceEngine
+from rmsnorm_raw.guarded import INPUT_FILL, allocate, guarded, output_fill
+from rmsnorm_raw.launch import SCRATCH, Tensor
 from rmsnorm_raw.module import Binary
 from rmsnorm_raw.problem import MATRICES, Problem
 
-#: byte that outputs begin as: NaN in every dtype
-OUTPUT_FILL = 0xFF
-#: byte around inputs: NaN in float16, 3.4e38 in the others. Not OUTPUT_FILL: a NaN that is read
-#: past a row and stored past another would leave no trace
-INPUT_FILL = 0x7F
-#: bytes between rows, at least: a lane's widest store
-GAP_BYTES = 16
-#: guard bytes on both sides of a tensor, beside one whole row
-GUARD_BYTES = 4096
-ALLOCATION_ALIGNMENT = 256
-#: what scratch tensors begin with: a counter counts from zero
-SCRATCH_FILL = {"workspace": OUTPUT_FILL, "counter": 0}
+#: what scratch tensors begin as: a counter counts from zero
+SCRATCH_FILL = {"workspace": 0xFF, "counter": 0}
 Tensors = Mapping[str, Tensor]  # by their usual names
 #: The exact case keeps to fp32's 24 bits: sum(g * x) / scale is at most 16 N in steps of 1/2,
-#: g - xhat * mean is at most 32 in steps of 1 / (2 N), sum(dout * xhat) is at most 8 M.
+#: g - xhat * mean is at most 32 in steps of 1 / (2 N), sum(dout * xhat) is at most 8 M. An offset
+#: of up to 1 makes half as much again of the first two, dresidual_out at most 8 / scale more.
 EXACT_COLS, EXACT_ROWS = 1 << 18, 1 << 21
 #: Backward is given this multiple of rstd, or a kernel that computes its own would pass.
 GIVEN_RSTD = 1 + 2**-5
+#: A second time y is over this multiple of a given scale: about 2 in 5 elements are subnormal.
+LARGE_SCALE = 2.0**13
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -129,12 +127,12 @@ def verify(
     def run(on: Backend, tensors: Tensors) -> None:
         launch.run(launch.make_plan(problem, config, replace(binary, backend=on), tensors))
 
-    chain = space.row_chain(problem, config)
-    chains = {"y": chain, "rstd": chain}
+    chains = dict.fromkeys(_names(problem)[1], space.row_chain(problem, config))
     if problem.op == "backward":
-        chains = {"dx": chain, "dweight": space.dweight_chain(problem, config, backend.device)}
+        of_columns = space.dweight_chain(problem, config, backend.device)
+        chains |= dict.fromkeys(OVER_ROWS & chains.keys(), of_columns)
     sizes = launch.tensor_bytes(problem, config, backend.device)
-    scratch = {name: sizes[name] for name in SCRATCH_FILL if name in sizes}
+    scratch = {name: sizes[name] for name in SCRATCH if name in sizes}
     engine = _engine or (HostEngine if backend.device.simulated else DeviceEngine)
     judge = partial(_judge, problem, chains=chains, scratch=scratch, seed=seed)
     verdicts = [judge(partial(run, on), engine(on)) for on in landings(backend, binary.source)]
@@ -149,7 +147,7 @@ def write_inputs(
     Args:
         problem: whose inputs; nothing is written where rows or cols are 0.
         backend: where the tensors lie.
-        tensors: every input that the problem has, of x, weight, dout, rstd; others are left alone.
+        tensors: every input that the problem has; others are left alone.
         seed: of the data, 0 <= seed < 2**64.
         stream: a raw handle.
 
@@ -178,9 +176,9 @@ def _judge(
     output; ``scratch`` the bytes of the tensors "workspace" and "counter", where there are any.
     """
     cases = [Case(problem, seed, exact=False, given=GIVEN_RSTD)]
-    power_of_two = problem.cols & (problem.cols - 1) == 0
-    small = problem.cols <= EXACT_COLS and problem.rows <= EXACT_ROWS
-    if problem.op == "backward" and problem.has_rstd and power_of_two and small:
+    if problem.extras.scale == "static":
+        cases.append(Case(problem, seed, exact=False, given=LARGE_SCALE))
+    if _has_exact_case(problem):
         cases.append(Case(problem, seed, exact=True))
     ratios: dict[str, float] = {}
     faults: list[str] = []
@@ -192,6 +190,16 @@ def _judge(
             if element.ratio > 1.0:
                 faults.append(_describe(case, name, element))
     return Verdict(not faults, ratios, seed, "\n".join(faults))
+
+
+def _has_exact_case(problem: Problem) -> bool:
+    """Whether gate data exists that no fp32 sum of the problem has to round."""
+    more = problem.extras
+    longer = more.weight_offset != 0 or more.residual_out_dtype is not None
+    power_of_two = problem.cols & (problem.cols - 1) == 0
+    small = problem.cols <= EXACT_COLS >> longer and problem.rows <= EXACT_ROWS
+    offset = more.weight_offset in (-1.0, -0.5, 0.0, 0.5, 1.0)
+    return problem.op == "backward" and problem.has_rstd and power_of_two and small and offset
 
 
 def _describe(case: Case, name: str, element: Worst) -> str:
@@ -210,22 +218,26 @@ def _trial(
 ) -> tuple[dict[str, Worst], list[str]]:
     """Run on one data set: the worst element of each output, and what else is wrong."""
     inputs, outputs = _names(case.problem)
-    buffers = {name: _allocate(engine.backend, case, name, INPUT_FILL) for name in inputs}
-    buffers |= {name: _allocate(engine.backend, case, name, OUTPUT_FILL) for name in outputs}
+    fills = dict.fromkeys(inputs, INPUT_FILL)
+    fills |= {name: output_fill(case.shape(name)[2]) for name in outputs}
+    buffers = {name: allocate(engine.backend, case, name, fill) for name, fill in fills.items()}
     for name, size_bytes in scratch.items():
-        buffers[name] = _guarded(engine.backend, size_bytes // 4, 4, 4, 4, 0, SCRATCH_FILL[name])
+        buffers[name] = guarded(engine.backend, size_bytes // 4, 4, 4, 0, SCRATCH_FILL[name])
     tensors = {name: buffer.tensor for name, buffer in buffers.items()}
     _write(engine, case, tensors)
     reference = _reference(engine, case, tensors)
     run(tensors)
     faults = []
-    if "dweight" in outputs:
-        first = _bits(engine, case, tensors, "dweight")
+    if first := {n: _bits(engine, case, tensors, n) for n in outputs if n in OVER_ROWS}:
         for name in outputs:
-            engine.backend.fill(buffers[name].base, OUTPUT_FILL, buffers[name].size_bytes, 0)
+            buffer = buffers[name]
+            engine.backend.fill(buffer.base, buffer.fill, buffer.size_bytes, 0)
         run(tensors)
-        if not np.array_equal(first, _bits(engine, case, tensors, "dweight")):
-            faults.append("dweight has other bits in a second run on the same data")
+        faults += [
+            f"{name} has other bits in a second run on the same data"
+            for name, bits in first.items()
+            if not np.array_equal(bits, _bits(engine, case, tensors, name))
+        ]
     if "counter" in scratch and engine.backend.to_host(tensors["counter"].address, 4, 0).any():
         faults.append("counter is not 0 again after a run")
     for name, buffer in buffers.items():
@@ -234,7 +246,7 @@ def _trial(
     faults += [
         f"{name}[{at[0]}, {at[1]}] was written, and it is an input"
         for name in inputs
-        if (at := _changed(engine, case, tensors, name, reference))
+        if (at := _changed(engine, case, tensors, name))
     ]
     return {
         name: _compare(engine, case, tensors, name, reference, chains[name]) for name in outputs
@@ -243,15 +255,14 @@ def _trial(
 
 def _names(problem: Problem) -> tuple[list[str], list[str]]:
     """The tensors that a problem reads and those that it writes."""
-    inputs = ["x"] + ["weight"] * (problem.weight_dtype is not None)
-    if problem.op == "forward":
-        return inputs, ["y"] + ["rstd"] * problem.store_rstd
-    inputs += ["dout"] + ["rstd"] * problem.has_rstd
-    return inputs, ["dx"] * problem.need_dx + ["dweight"] * problem.need_dweight
+    inputs = [each.name for each in problem.operands if not each.is_output]
+    return inputs, [each.name for each in problem.operands if each.is_output]
 
 
 # ---- data and reference of a trial --------------------------------------------------------------
 
+#: outputs that are sums over rows
+OVER_ROWS = {"dweight", "dbias"}
 #: the last references by (engine, data set): what the next config of a problem wants again
 _references: dict[tuple[type[Engine], Case], Reference] = {}
 REFERENCES_KEPT = 2  # the gate's and the exact case's
@@ -264,9 +275,20 @@ def _write(engine: Engine, case: Case, tensors: Tensors) -> None:
     for name in DATA:
         if name in inputs:
             engine.write(case, name, tensors[name])
+    for name, bits in _given(engine, case, tensors).items():
+        engine.backend.from_host(tensors[name].address, bits, engine.stream)
+
+
+def _given(engine: Engine, case: Case, tensors: Tensors) -> dict[str, Bits]:
+    """The inputs that are no hash of the seed, as they are stored."""
+    inputs, _ = _names(case.problem)
+    given = {}
     if "rstd" in inputs:
-        rstd = _reference(engine, case, tensors).terms[0].astype(np.float32)
-        engine.backend.from_host(tensors["rstd"].address, rstd, engine.stream)
+        given["rstd"] = _reference(engine, case, tensors).terms[0]
+    if "scale" in inputs:
+        scale = static_scale(case.problem.out_dtype, case.seed) * case.given
+        given["scale"] = np.array([scale])
+    return {name: bounds.encode(values, "float32") for name, values in given.items()}
 
 
 def _reference(engine: Engine, case: Case, tensors: Tensors) -> Reference:
@@ -279,8 +301,8 @@ def _reference(engine: Engine, case: Case, tensors: Tensors) -> Reference:
     with _references_lock:
         if key not in _references:
             terms = bounds.row_terms(engine.row_sums(case, tensors), problem.cols, eps, given=given)
-            columns = np.empty((2, 0))
-            if backward and problem.need_dweight:
+            columns = np.empty((4, 0))
+            if OVER_ROWS & set(_names(problem)[1]):
                 columns = engine.column_sums(case, tensors, terms[0])
             if len(_references) >= REFERENCES_KEPT:
                 del _references[next(iter(_references))]
@@ -289,20 +311,18 @@ def _reference(engine: Engine, case: Case, tensors: Tensors) -> Reference:
 
 
 def _bits(engine: Engine, case: Case, tensors: Tensors, name: str) -> Bits:
-    """A list (rstd, dweight) as it is stored, in the shape of :meth:`Case.shape`."""
+    """A list (rstd, dweight, ...) as it is stored, in the shape of :meth:`Case.shape`."""
     rows, cols, dtype = case.shape(name)
-    size_bytes = rows * cols * DTYPE_BYTES[dtype]
+    size_bytes = rows * cols * stored_bytes(dtype)
     memory = engine.backend.to_host(tensors[name].address, size_bytes, engine.stream)
     return memory.view(bounds.STORAGE[dtype]).reshape(rows, cols)
 
 
-def _changed(
-    engine: Engine, case: Case, tensors: Tensors, name: str, reference: Reference
-) -> tuple[int, int] | None:
-    if name != "rstd":
+def _changed(engine: Engine, case: Case, tensors: Tensors, name: str) -> tuple[int, int] | None:
+    if name in DATA:
         return engine.changed(case, name, tensors[name])
-    want = bounds.encode(reference.terms[0], "float32")
-    wrong = np.flatnonzero(_bits(engine, case, tensors, "rstd")[:, 0] != want)
+    want = _given(engine, case, tensors)[name]
+    wrong = np.flatnonzero(_bits(engine, case, tensors, name)[:, 0] != want)
     return (int(wrong[0]), 0) if wrong.size else None
 
 
@@ -312,90 +332,16 @@ def _compare(
     factor = bounds.bound_factor(name, chain)
     if name in MATRICES:
         return engine.worst(case, tensors, name, reference.terms, factor)
+    slack: Floats | float = 0.0
     if name == "rstd":
         want = scale = reference.terms[0][:, None]
+    elif name == "scale":
+        of_y = bounds.bound_factor("y", chain)
+        maxima = engine.row_maxima(case, tensors, reference.terms[0], of_y)[:, :, None]
+        want, scale, slack = maxima / LARGEST_FP8[case.problem.out_dtype]
+        want = np.maximum(want, LEAST_SCALE)
     else:
-        want, scale = reference.columns[:, None]
-    got = _bits(engine, case, tensors, name)
-    return bounds.worst_of(got, want, scale, factor, case.shape(name)[2], exact=case.exact)
-
-
-# ---- buffers ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """A tensor between guard bands, its rows between gaps; all of it begins as one byte.
-
-    Attributes:
-        tensor: as a plan takes it.
-        rows: of the tensor.
-        row_bytes: bytes of a row.
-        stride_bytes: bytes from one row to the next.
-        base: where the allocation begins.
-        size_bytes: its size.
-        fill: the byte.
-        owner: keeps the memory.
-    """
-
-    tensor: Tensor
-    rows: int
-    row_bytes: int
-    stride_bytes: int
-    base: int
-    size_bytes: int
-    fill: int
-    owner: Any
-
-    def broken(self, engine: Engine) -> str:
-        """Where something was written outside the tensor, in words; "" for nowhere."""
-        front = self.tensor.address - self.base
-        end = front + (self.rows - 1) * self.stride_bytes + self.row_bytes
-        back, gap = self.size_bytes - end, self.stride_bytes - self.row_bytes
-        if at := engine.broken(self.base, 1, front, front, self.fill):
-            return f"byte {front - at[1]} before the first row"
-        if at := engine.broken(self.base + end, 1, back, back, self.fill):
-            return f"byte {at[1]} after the last row"
-        if gap and self.rows > 1:
-            first = self.tensor.address + self.row_bytes
-            if at := engine.broken(first, self.rows - 1, gap, self.stride_bytes, self.fill):
-                return f"byte {at[1]} after row {at[0]}"
-        return ""
-
-
-def _allocate(backend: Backend, case: Case, name: str, fill: int) -> _Buffer:
-    """A buffer for a tensor, aligned as the problem promises, and no better where it could be."""
-    rows, cols, dtype = case.shape(name)
-    problem, element = case.problem, DTYPE_BYTES[dtype]
-    # rstd is read one by one; of the others a lane moves as many elements at once as of x
-    elements = 1 if name == "rstd" else max(1, problem.alignment // problem.element_bytes)
-    row_bytes = stride_bytes = cols * element
-    if name in MATRICES:
-        # an odd number of vectors, or every second row would be better aligned; each matrix its
-        # own, or a kernel that takes one's stride for another's would pass
-        vector = elements * element
-        least = -(-row_bytes // vector) + -(-GAP_BYTES // vector) | 1
-        stride_bytes = (least + 2 * MATRICES.index(name)) * vector
-    skew = elements * element if problem.alignment < 16 else 0
-    return _guarded(backend, rows, row_bytes, stride_bytes, element, skew, fill)
-
-
-def _guarded(
-    backend: Backend,
-    rows: int,
-    row_bytes: int,
-    stride_bytes: int,
-    element: int,
-    skew: int,
-    fill: int,
-) -> _Buffer:
-    """A buffer whose first row is ``skew`` bytes off a multiple of ALLOCATION_ALIGNMENT."""
-    guard_bytes = GUARD_BYTES + stride_bytes
-    size_bytes = 2 * guard_bytes + rows * stride_bytes + 2 * ALLOCATION_ALIGNMENT
-    base, owner = backend.allocate(size_bytes)
-    backend.fill(base, fill, size_bytes, 0)
-    address = -(-(base + guard_bytes) // ALLOCATION_ALIGNMENT) * ALLOCATION_ALIGNMENT + skew
-    stride = stride_bytes // element if stride_bytes > row_bytes else 0
-    return _Buffer(
-        Tensor(address, stride), rows, row_bytes, stride_bytes, base, size_bytes, fill, owner
-    )
+        first = 0 if name == "dweight" else 2
+        want, scale = reference.columns[first : first + 2, None]
+    got, (_, _, dtype) = _bits(engine, case, tensors, name), case.shape(name)
+    return bounds.worst_of(got, want, scale, factor, dtype, slack=slack, exact=case.exact)

@@ -12,16 +12,14 @@ import enum
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from rmsnorm_raw import __version__, console
 from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
-
-if TYPE_CHECKING:
-    from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.options import Asked, takes_problem
 
 
 class _OwnErrors(TyperGroup):
@@ -50,15 +48,6 @@ app = typer.Typer(
 )
 
 
-class Op(str, enum.Enum):
-    """The values of --op."""
-
-    forward = "forward"
-    backward = "backward"
-    fwd = "fwd"
-    bwd = "bwd"
-
-
 class Effort(str, enum.Enum):
     """The values of --effort."""
 
@@ -74,13 +63,6 @@ class Regime(str, enum.Enum):
     steady = "steady"
 
 
-OpOption = Annotated[Op, typer.Option("--op", help="The operation.")]
-RowsOption = Annotated[int, typer.Option("--rows", help="M, the number of rows.")]
-ColsOption = Annotated[int, typer.Option("--cols", help="N, the elements of a row.")]
-DtypeOption = Annotated[str, typer.Option("--dtype", help="Of x: fp16, bf16 or fp32.")]
-WeightOption = Annotated[
-    str, typer.Option("--weight-dtype", help="fp16, bf16, fp32, same (as x) or none (no weight).")
-]
 ConfigOption = Annotated[
     str | None,
     typer.Option("--config", help="A slug, or ladder; by default the best config known here."),
@@ -133,12 +115,9 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 @app.command()
+@takes_problem(required=True)
 def inspect(
-    op: OpOption,
-    rows: RowsOption,
-    cols: ColsOption,
-    dtype: DtypeOption = "bf16",
-    weight_dtype: WeightOption = "same",
+    asked: Asked,
     config: ConfigOption = None,
     backend: BackendOption = None,
     arch: Annotated[
@@ -152,17 +131,17 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """What a problem is compiled to: config, space, launches, resources, waits, defines, source."""
-    from rmsnorm_raw import inspection, workbench
+    from rmsnorm_raw import backends, inspection, workbench
 
-    problem = _problem(op, rows, cols, dtype, weight_dtype)
     if source + asm + as_json > 1:
         raise InvalidInput("--source, --asm and --json each print one thing alone: give one")
     if asm and arch is None:
         raise InvalidInput("--asm prints AMD's machine code: add --arch gfx950 or --arch gfx942")
     if arch is None:
-        kernel = workbench.build(problem, config, backend=backend)
+        where = backends.get_backend(backend)
+        kernel = workbench.build(asked.problem(where.device.arch), config, backend=where)
     elif backend is None:
-        kernel = workbench.build(problem, config, device=arch)
+        kernel = workbench.build(asked.problem(arch), config, device=arch)
     else:
         raise InvalidInput("--arch needs no device and --backend names one: leave one of them out")
     if source:
@@ -179,12 +158,9 @@ def inspect(
 
 
 @app.command()
+@takes_problem(required=True)
 def bench(
-    op: OpOption,
-    rows: RowsOption,
-    cols: ColsOption,
-    dtype: DtypeOption = "bf16",
-    weight_dtype: WeightOption = "same",
+    asked: Asked,
     config: ConfigOption = None,
     regime: Annotated[
         Regime,
@@ -201,8 +177,8 @@ def bench(
     from rmsnorm_raw.study.summary import printed
     from rmsnorm_raw.study.sweep import cell_columns, time_columns
 
-    problem = _problem(op, rows, cols, dtype, weight_dtype)
     where = backends.get_backend(backend)
+    problem = asked.problem(where.device.arch)
     if regime is Regime.steady and where.device.simulated:
         raise InvalidInput("the simulator has no steady times: leave out --regime steady")
     with console.progress() as step:
@@ -223,6 +199,7 @@ def bench(
     )
     facts = {
         "command": environment.command(sys.argv),
+        "problem": repr(problem),
         "chosen_by": kernel.origin,
         "backend": where.name,
         "device": asdict(where.device),
@@ -269,12 +246,9 @@ def sweep(
 
 
 @app.command()
+@takes_problem(required=False)
 def tune(
-    op: Annotated[Op | None, typer.Option("--op", help="The operation.")] = None,
-    rows: Annotated[int | None, typer.Option("--rows", help="M, the number of rows.")] = None,
-    cols: Annotated[int | None, typer.Option("--cols", help="N, the elements of a row.")] = None,
-    dtype: DtypeOption = "bf16",
-    weight_dtype: WeightOption = "same",
+    asked: Asked,
     all_cells: Annotated[
         bool, typer.Option("--all", help="The study's 90 cells, in place of --op, --rows, --cols.")
     ] = False,
@@ -304,17 +278,12 @@ def tune(
 
     if regime is not None and not ablate:
         raise InvalidInput("--regime is of --ablate: a search plays its finals in both regimes")
-    if all_cells:
-        if ablate or (op, rows, cols) != (None, None, None):
-            raise InvalidInput("--all is 90 cells: leave out --op, --rows, --cols, --ablate")
-        problems = cells.cells()
-    elif op is None or rows is None or cols is None:
-        raise InvalidInput("give --op, --rows and --cols, or --all")
-    else:
-        problems = (_problem(op, rows, cols, dtype, weight_dtype),)
+    if all_cells and (ablate or asked.names_a_problem):
+        raise InvalidInput("--all is 90 cells: leave out --op, --rows, --cols, --ablate")
+    where = backends.get_backend(backend)
+    problems = cells.cells() if all_cells else (asked.problem(where.device.arch),)
     for problem in problems:
         tuner.require_tunable(problem, effort.value, budget)
-    where = backends.get_backend(backend)
     simulated = where.device.simulated
     if ablate and simulated:
         raise InvalidInput("an ablation is of times, and simulated ones say nothing: use a GPU")
@@ -362,10 +331,3 @@ def report(
     from rmsnorm_raw.study import report as study
 
     raise typer.Exit(study.run(runs, out, noise, check))
-
-
-def _problem(op: Op, rows: int, cols: int, dtype: str, weight_dtype: str) -> Problem:
-    from rmsnorm_raw.problem import Problem
-
-    build = Problem.forward if op in (Op.forward, Op.fwd) else Problem.backward
-    return build(rows, cols, dtype, weight_dtype=None if weight_dtype == "none" else weight_dtype)

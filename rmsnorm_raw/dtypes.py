@@ -48,6 +48,11 @@ def out_dtype_name(dtype: object) -> str:
         raise InvalidInput(f"{error}; y may also be {' or '.join(LARGEST_FP8)}") from error
 
 
+def fp8_dtype(arch: str) -> str:
+    """The 8-bit float that a device of an architecture converts to."""
+    return "float8_e4m3fnuz" if arch == "gfx942" else "float8_e4m3fn"
+
+
 def stored_bytes(dtype: str) -> int:
     """Bytes of one stored element, those of y included."""
     return 1 if dtype in LARGEST_FP8 else DTYPE_BYTES[dtype]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -139,11 +140,18 @@ def cpu_model() -> str:
 def packages() -> dict[str, str | None]:
     """Installed versions of the packages that matter (None: not installed) and of any CuPy."""
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    listed = {_one_name(name): name for name in _PACKAGES}
     for distribution in metadata.distributions():
         name = distribution.name or ""  # a half-removed package has no name
+        name = listed.get(_one_name(name), name)
         if name in found or name == "cupy" or name.startswith(_CUPY_WHEELS):
             found[name] = distribution.version
     return found
+
+
+def _one_name(name: str) -> str:
+    """A package's name as the index compares it: liger_kernel is liger-kernel."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def checkout_state(root: Path) -> dict[str, object]:

@@ -14,6 +14,8 @@ Scale = Literal["none", "static", "dynamic"]
 #: the widest row of several heads a token: the kernels keep such rows, and never read them twice
 MAX_HEAD_COLS = 4096
 MAX_HEADS = 1 << 16
+#: the least scale that a row of an 8-bit y is given: that of zeros. The kernels have it too
+LEAST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Extras:
         heads: rows of a token; row r is head r % heads of token r // heads.
         per_head: the weight, and bias, have a row for each head: (heads, cols).
         scale: of an 8-bit y: "static", one fp32 number that is read; "dynamic", written for each
-            row: max|y| over the dtype's largest number, at least 2**-100.
+            row: max|y| over the dtype's largest number, at least :data:`LEAST_SCALE`.
     """
 
     bias_dtype: str | None = None

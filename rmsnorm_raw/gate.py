@@ -1,13 +1,13 @@
-"""The gate's two engines: they write gate data, sum rows and columns in float64, and compare.
+"""What the gate asks of an engine, and the engine in NumPy.
 
-``HostEngine`` reads bytes back and works in NumPy, in blocks of rows. ``DeviceEngine`` launches the
-naive kernels of :mod:`rmsnorm_raw.kernels.reference`; only lists (of rows, of columns, of what each
-thread found) come to the host. Same data, same bounds; the tests hold one against the other.
+An engine writes gate data, sums rows and columns in float64, and compares. ``HostEngine`` reads
+bytes back and works in blocks of tokens; :mod:`rmsnorm_raw.gate_device` has the one that launches
+kernels. Same data, same bounds; the tests hold one against the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,23 +15,18 @@ import numpy.typing as npt
 
 from rmsnorm_raw import bounds
 from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.bounds import SIGNIFICAND_BITS, Bits, Floats, Worst
-from rmsnorm_raw.dtypes import DTYPE_BYTES
-from rmsnorm_raw.kernels import reference as kernels
+from rmsnorm_raw.bounds import Bits, Floats, Wanted, Worst
+from rmsnorm_raw.dtypes import stored_bytes
+from rmsnorm_raw.gate_data import gate_data
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.module import build
-from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.source import Source
-
-#: inputs that are a function of the seed alone, in the order of the kernels' numbers
-DATA = ("x", "dout", "weight")
-REFERENCE = Source("rmsnorm_reference.hip", kernels.TEXT, (), kernels.ENTRY_POINTS)
+from rmsnorm_raw.problem import MATRICES, Operand, Problem
 
 
 class Case(NamedTuple):
-    """One data set of one problem: the gate's, or the exact one of :func:`bounds.gate_data`.
+    """One data set of one problem: the gate's, or the exact one of :func:`gate_data`.
 
-    ``given``: backward is given this multiple of its rstd, where it is given one.
+    ``given``: what the gate works out itself, backward's rstd and a static scale, is given as this
+    multiple of it.
     """
 
     problem: Problem
@@ -39,14 +34,41 @@ class Case(NamedTuple):
     exact: bool
     given: float = 1.0
 
+    def operand(self, name: str) -> Operand:
+        """A tensor of the problem."""
+        return next(each for each in self.problem.operands if each.name == name)
+
+    def heads(self, name: str) -> int:
+        """Rows of a token: 1 of what is no matrix."""
+        return self.problem.extras.heads if name in MATRICES else 1
+
     def shape(self, name: str) -> tuple[int, int, str]:
-        """(rows, cols, dtype) of a tensor; rstd is a column, weight and dweight are one row."""
+        """(rows, cols, dtype) of a tensor, a matrix's as the problem counts them.
+
+        rstd and a row's scale are columns; weight, bias and their gradients are one row.
+        """
+        _, dtype, rows, cols, _ = self.operand(name)
+        heads = self.heads(name)
+        return rows * heads, cols // heads, dtype
+
+    @property
+    def offset(self) -> float:
+        """What is added to the weight, as fp32 holds it."""
+        return float(np.float32(self.problem.extras.weight_offset))
+
+    @property
+    def cast(self) -> str | None:
+        """The dtype that x * rstd is rounded to before the weight; float32 is what it has."""
         problem = self.problem
-        if name == "rstd":
-            return problem.rows, 1, "float32"
-        if name in ("weight", "dweight"):
-            return 1, problem.cols, problem.weight_dtype or problem.dtype
-        return problem.rows, problem.cols, problem.dtype
+        llama = problem.extras.casting == "llama" and problem.dtype != "float32"
+        return problem.dtype if llama else None
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """(kinds, items) of :meth:`Engine.column_sums`."""
+        more = self.problem.extras
+        parts = more.heads if more.per_head else 1
+        return 4 if more.bias_dtype else 2, parts * self.problem.cols
 
 
 class Engine(Protocol):
@@ -62,20 +84,28 @@ class Engine(Protocol):
         """(row, column) of an element that :meth:`write` did not leave so, if there is one."""
 
     def row_sums(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
-        """As :func:`bounds.row_sums`."""
+        """As :func:`bounds.row_sums`, of x and its residual."""
 
     def column_sums(self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats) -> Floats:
-        """(2, cols) sums over rows of dout * xhat and |dout * xhat|."""
+        """Sums over rows of dout * xhat and |dout * xhat|; with a bias, then of dout and |dout|.
+
+        (2 or 4, cols), or (2 or 4, heads * cols) where each head has a weight.
+        """
+
+    def row_maxima(
+        self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats, factor: float
+    ) -> Floats:
+        """(3, rows) maxima over columns of |y|, and of the scale and slack of its bound."""
 
     def worst(
         self, case: Case, tensors: Mapping[str, Tensor], output: str, terms: Floats, factor: float
     ) -> Worst:
-        """The worst element of y or dx, as :func:`bounds.worst_of`.
+        """The worst element of a matrix, as :func:`bounds.worst_of`.
 
         Args:
             case: the data.
             tensors: inputs and outputs.
-            output: "y" or "dx".
+            output: "y", "residual_out", "dx" or "dresidual".
             terms: from :func:`bounds.row_terms`.
             factor: from :func:`bounds.bound_factor`.
         """
@@ -95,66 +125,92 @@ class HostEngine:
 
     def write(self, case: Case, name: str, tensor: Tensor) -> None:
         """See :class:`Engine`."""
-        rows, cols, dtype = case.shape(name)
-        for first, last in bounds.row_blocks(rows, cols):
-            address, memory, view = self._view(tensor, first, last, cols, dtype)
-            view[:] = bounds.gate_data(name, first, last, cols, dtype, case.seed, exact=case.exact)
+        for first, last in _blocks(case, name):
+            address, memory, view = self._view(case, tensor, name, first, last)
+            view[:] = _data(case, name, first, last).reshape(view.shape)
             self.backend.from_host(address, memory, self.stream)
 
     def changed(self, case: Case, name: str, tensor: Tensor) -> tuple[int, int] | None:
         """See :class:`Engine`."""
-        rows, cols, dtype = case.shape(name)
-        for first, last in bounds.row_blocks(rows, cols):
-            view = self._view(tensor, first, last, cols, dtype)[2]
-            wrong = view != bounds.gate_data(
-                name, first, last, cols, dtype, case.seed, exact=case.exact
-            )
+        cols, heads = case.shape(name)[1], case.heads(name)
+        for first, last in _blocks(case, name):
+            view = self._view(case, tensor, name, first, last)[2]
+            wrong = view != _data(case, name, first, last).reshape(view.shape)
             if wrong.any():
                 row, col = divmod(int(np.argmax(wrong)), cols)
-                return first + row, col
+                return first * heads + row, col
         return None
 
     def row_sums(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
         """See :class:`Engine`."""
-        weight = self._weight(case, tensors)
         return np.concatenate(
             [
                 bounds.row_sums(
-                    self._rows(case, tensors, "dout", first, last) if "dout" in tensors else None,
-                    self._rows(case, tensors, "x", first, last),
-                    weight,
+                    self._rows(case, tensors, "dout", *block) if "dout" in tensors else None,
+                    self._normalised(case, tensors, *block),
+                    self._list(case, tensors, "weight", *block),
                 )
-                for first, last in bounds.row_blocks(case.problem.rows, case.problem.cols)
+                for block in _blocks(case, "x")
             ],
             axis=1,
         )
 
     def column_sums(self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats) -> Floats:
         """See :class:`Engine`."""
-        sums = np.zeros((2, case.problem.cols))
-        for first, last in bounds.row_blocks(case.problem.rows, case.problem.cols):
-            product = self._rows(case, tensors, "x", first, last) * rstd[first:last, None]
-            product *= self._rows(case, tensors, "dout", first, last)
-            sums += product.sum(axis=0), np.abs(product).sum(axis=0)
+        kinds, items = case.columns
+        sums, heads = np.zeros((kinds, items)), case.heads("x")
+        for first, last in _blocks(case, "x"):
+            product = self._rows(case, tensors, "x", first, last)
+            product *= rstd[first * heads : last * heads, None]
+            dout = self._rows(case, tensors, "dout", first, last)
+            product *= dout
+            for kind, terms in enumerate((product, dout)[: kinds // 2]):
+                steps = terms.reshape(-1, items)
+                sums[2 * kind] += steps.sum(axis=0)
+                sums[2 * kind + 1] += np.abs(steps).sum(axis=0)
         return sums
+
+    def row_maxima(
+        self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats, factor: float
+    ) -> Floats:
+        """See :class:`Engine`."""
+        found = []
+        for block in _blocks(case, "x"):
+            y = self._wanted_y(case, tensors, rstd, factor, *block)
+            slack = np.broadcast_to(y.slack, y.value.shape)
+            found.append([terms.max(axis=1) for terms in (np.abs(y.value), y.scale, slack)])
+        return np.concatenate(found, axis=1)
 
     def worst(
         self, case: Case, tensors: Mapping[str, Tensor], output: str, terms: Floats, factor: float
     ) -> Worst:
         """See :class:`Engine`."""
-        rows, cols, dtype = case.shape(output)
-        weight = self._weight(case, tensors)
-        found = []
-        for first, last in bounds.row_blocks(rows, cols):
-            x = self._rows(case, tensors, "x", first, last)
+        _, cols, dtype = case.shape(output)
+        heads, found = case.heads(output), []
+        exact = case.exact or output == "residual_out"
+        for first, last in _blocks(case, output):
+            rows = slice(first * heads, last * heads)
             if output == "y":
-                want, scale = bounds.y_and_scale(x, weight, terms[0, first:last])
+                want = self._wanted_y(case, tensors, terms[0], factor, first, last)
+                if case.problem.extras.scale != "none":
+                    want = _over(want, self._scales(case, tensors)[rows])
+            elif output == "residual_out":
+                total = self._normalised(case, tensors, first, last)
+                want = Wanted(bounds.rounded(total, "float32"), total)
             else:
-                dout = self._rows(case, tensors, "dout", first, last)
-                want, scale = bounds.dx_and_scale(dout, x, weight, terms[:, first:last])
-            got = self._view(tensors[output], first, last, cols, dtype)[2]
-            worst = bounds.worst_of(got, want, scale, factor, dtype, exact=case.exact)
-            found.append(worst._replace(row=first + worst.row))
+                more = "dresidual_out" in tensors
+                want = bounds.dx_and_scale(
+                    self._rows(case, tensors, "dout", first, last),
+                    self._rows(case, tensors, "x", first, last),
+                    self._list(case, tensors, "weight", first, last),
+                    terms[:, rows],
+                    self._rows(case, tensors, "dresidual_out", first, last) if more else None,
+                )
+            got = self._view(case, tensors[output], output, first, last)[2].reshape(-1, cols)
+            worst = bounds.worst_of(
+                got, want.value, want.scale, factor, dtype, slack=want.slack, exact=exact
+            )
+            found.append(worst._replace(row=rows.start + worst.row))
         return max(found, key=lambda worst: worst.ratio)
 
     def broken(
@@ -166,183 +222,87 @@ class HostEngine:
         return divmod(int(np.argmax(wrong)), row_bytes) if wrong.any() else None
 
     def _view(
-        self, tensor: Tensor, first: int, last: int, cols: int, dtype: str
+        self, case: Case, tensor: Tensor, name: str, first: int, last: int
     ) -> tuple[int, npt.NDArray[np.uint8], Bits]:
-        """Address and copy of the memory from a first row to a last, and its elements."""
-        stride = tensor.row_stride
-        address = tensor.address + first * stride * DTYPE_BYTES[dtype]
-        size_bytes = ((last - first - 1) * stride + cols) * DTYPE_BYTES[dtype]
-        memory = self.backend.to_host(address, size_bytes, self.stream)
+        """Address and copy of the memory from a first token to a last; (tokens, heads, cols)."""
+        (_, cols, dtype), heads = case.shape(name), case.heads(name)
+        item, tokens = stored_bytes(dtype), last - first
+        address = tensor.address + first * tensor.row_stride * item
+        extent = (tokens - 1) * tensor.row_stride + (heads - 1) * tensor.head_stride + cols
+        memory = self.backend.to_host(address, extent * item, self.stream)
+        strides = (tensor.row_stride * item, tensor.head_stride * item, item)
         elements = memory.view(bounds.STORAGE[dtype])
-        return address, memory, _strided(elements, last - first, cols, stride)
+        view = np.lib.stride_tricks.as_strided(elements, (tokens, heads, cols), strides)
+        return address, memory, view
 
     def _rows(
         self, case: Case, tensors: Mapping[str, Tensor], name: str, first: int, last: int
     ) -> Floats:
+        """The rows of some tokens."""
         _, cols, dtype = case.shape(name)
-        return bounds.decode(self._view(tensors[name], first, last, cols, dtype)[2], dtype)
+        view = self._view(case, tensors[name], name, first, last)[2]
+        return bounds.decode(view.reshape(-1, cols), dtype)
 
-    def _weight(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats | None:
-        return self._rows(case, tensors, "weight", 0, 1)[0] if "weight" in tensors else None
+    def _normalised(
+        self, case: Case, tensors: Mapping[str, Tensor], first: int, last: int
+    ) -> Floats:
+        x = self._rows(case, tensors, "x", first, last)
+        if "residual" in tensors:
+            x += self._rows(case, tensors, "residual", first, last)
+        return x
+
+    def _list(
+        self, case: Case, tensors: Mapping[str, Tensor], name: str, first: int, last: int
+    ) -> Floats | None:
+        """The weight, its offset added, or the bias: (cols,), or one for each of some rows."""
+        if name not in tensors:
+            return None
+        values: Floats = self._rows(case, tensors, name, 0, 1)[0]
+        if name == "weight" and case.offset:
+            values += case.offset
+        if case.problem.extras.per_head:
+            values = np.tile(values.reshape(-1, case.problem.cols), (last - first, 1))
+        return values
+
+    def _wanted_y(
+        self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats, factor: float,
+        first: int, last: int,
+    ) -> Wanted:  # fmt: skip
+        heads = case.heads("x")
+        return bounds.y_and_scale(
+            self._normalised(case, tensors, first, last),
+            self._list(case, tensors, "weight", first, last),
+            rstd[first * heads : last * heads],
+            bias=self._list(case, tensors, "bias", first, last),
+            cast=case.cast,
+            factor=factor,
+        )
+
+    def _scales(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
+        """The scale of each row's y, as it is stored: (rows, 1)."""
+        rows = case.shape("scale")[0]
+        memory = self.backend.to_host(tensors["scale"].address, 4 * rows, self.stream)
+        stored = bounds.decode(memory.view(np.uint32), "float32")[:, None]
+        return np.broadcast_to(stored, (case.problem.rows, 1))
+
+
+def _blocks(case: Case, name: str) -> Iterator[tuple[int, int]]:
+    """(first, last) tokens of a tensor, about a million elements."""
+    operand = case.operand(name)
+    return bounds.row_blocks(operand.rows, operand.cols)
+
+
+def _data(case: Case, name: str, first: int, last: int) -> Bits:
+    """The data of some tokens."""
+    (_, cols, dtype), heads = case.shape(name), case.heads(name)
+    return gate_data(name, first * heads, last * heads, cols, dtype, case.seed, exact=case.exact)
+
+
+def _over(want: Wanted, scales: Floats) -> Wanted:
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a wrong scale
+        return Wanted(*(part / scales for part in want))
 
 
 def _strided(flat: npt.NDArray[Any], rows: int, cols: int, stride: int) -> npt.NDArray[Any]:
     item = flat.itemsize
     return np.lib.stride_tricks.as_strided(flat, (rows, cols), (stride * item, item))
-
-
-class DeviceEngine:
-    """The kernels of :mod:`rmsnorm_raw.kernels.reference`, on any backend.
-
-    Row sums are taken by one thread per 128 columns of a row, column sums by about 2**18 threads.
-    """
-
-    #: blocks of the kernels that loop over rows; their findings are 48 bytes a thread
-    ROW_BLOCKS = 512
-    #: blocks of the kernels that loop over a list
-    LIST_BLOCKS = 1 << 14
-    #: blocks that gather findings, where there are more: 200 KB come to the host and not 6 MB
-    GATHER_BLOCKS = 16
-
-    def __init__(self, backend: Backend, stream: int = 0) -> None:
-        self.backend = backend
-        self.stream = stream
-        self._functions = build(REFERENCE, backend).code.functions
-
-    def write(self, case: Case, name: str, tensor: Tensor) -> None:
-        """See :class:`Engine`."""
-        rows, args = self._datum_args(case, name, tensor)
-        self._launch("reference_write", min(rows, self.ROW_BLOCKS), *args)
-
-    def changed(self, case: Case, name: str, tensor: Tensor) -> tuple[int, int] | None:
-        """See :class:`Engine`."""
-        rows, args = self._datum_args(case, name, tensor)
-        worst = self._findings("reference_changed", rows, *args)
-        return (worst.row, worst.col) if worst.ratio else None
-
-    def row_sums(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
-        """See :class:`Engine`."""
-        rows, cols = case.problem.rows, case.problem.cols
-        shares = min(1024, max(1, cols // 128))
-        partials = self._doubles(shares * 3 * rows)
-        self._launch(
-            "reference_row_partials", self._list_blocks(rows * shares),
-            *_matrix(tensors, "dout"), *_matrix(tensors, "x"), _address(tensors, "weight"),
-            np.int64(rows), np.int64(cols), *_significands(case), np.int64(shares),
-            partials.address,
-        )  # fmt: skip
-        return self._combine(partials, shares, 3, rows)
-
-    def column_sums(self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats) -> Floats:
-        """See :class:`Engine`."""
-        rows, cols = case.problem.rows, case.problem.cols
-        share_rows = -(-rows // max(1, (1 << 18) // cols))
-        shares = -(-rows // share_rows)
-        partials = self._doubles(shares * 2 * cols)
-        on_device = self._upload(rstd)
-        self._launch(
-            "reference_column_partials", self._list_blocks(cols * shares),
-            *_matrix(tensors, "dout"), *_matrix(tensors, "x"), on_device.address,
-            np.int64(rows), np.int64(cols), _significands(case)[0], np.int64(shares),
-            np.int64(share_rows), partials.address,
-        )  # fmt: skip
-        return self._combine(partials, shares, 2, cols)
-
-    def worst(
-        self, case: Case, tensors: Mapping[str, Tensor], output: str, terms: Floats, factor: float
-    ) -> Worst:
-        """See :class:`Engine`."""
-        rows, cols, _ = case.shape(output)
-        on_device = self._upload(terms)
-        return self._findings(
-            "reference_worst", rows, *_matrix(tensors, output), *_matrix(tensors, "dout"),
-            *_matrix(tensors, "x"), _address(tensors, "weight"), on_device.address, np.int64(rows),
-            np.int64(cols), *_significands(case), np.float64(factor), np.int32(case.exact),
-        )  # fmt: skip
-
-    def broken(
-        self, address: int, rows: int, row_bytes: int, stride_bytes: int, fill: int
-    ) -> tuple[int, int] | None:
-        """See :class:`Engine`."""
-        worst = self._findings(
-            "reference_broken", rows, np.uint64(address), np.int64(rows), np.int64(row_bytes),
-            np.int64(stride_bytes), np.int32(fill),
-        )  # fmt: skip
-        return (worst.row, worst.col) if worst.ratio else None
-
-    def _datum_args(
-        self, case: Case, name: str, tensor: Tensor
-    ) -> tuple[int, tuple[np.generic, ...]]:
-        rows, cols, dtype = case.shape(name)
-        return rows, (
-            np.uint64(tensor.address), np.int64(rows), np.int64(cols), np.int64(tensor.row_stride),
-            np.int32(SIGNIFICAND_BITS[dtype]), np.int32(DATA.index(name)), np.int32(case.exact),
-            np.uint64(case.seed),
-        )  # fmt: skip
-
-    def _launch(self, name: str, blocks: int, *args: np.generic) -> None:
-        self.backend.launch(self._functions[name], blocks, kernels.BLOCK, args, 0, self.stream)
-
-    def _findings(self, name: str, rows: int, *args: np.generic) -> Worst:
-        """The worst of what the threads of a comparing kernel leave in its last argument."""
-        blocks = min(rows, self.ROW_BLOCKS)
-        records = self._doubles(blocks * kernels.BLOCK * kernels.RECORD)
-        self._launch(name, blocks, *args, records.address)
-        if blocks > self.GATHER_BLOCKS:
-            found, count = records, np.int64(blocks * kernels.BLOCK)
-            records = self._doubles(self.GATHER_BLOCKS * kernels.BLOCK * kernels.RECORD)
-            args = (found.address, count, records.address)
-            self._launch("reference_gather", self.GATHER_BLOCKS, *args)
-        findings = self._download(records, kernels.RECORD)
-        ratio, row, col, *rest = findings[np.argmax(findings[:, 0])].tolist()
-        return Worst(ratio, int(row), int(col), *rest)
-
-    def _combine(self, partials: _Memory, shares: int, kinds: int, items: int) -> Floats:
-        """(kinds, items) sums over shares; the partial sums are no longer in use afterwards."""
-        sums = self._doubles(kinds * items)
-        self._launch(
-            "reference_combine", self._list_blocks(kinds * items), partials.address,
-            np.int64(shares), np.int64(kinds * items), sums.address,
-        )  # fmt: skip
-        return self._download(sums, items)
-
-    def _list_blocks(self, items: int) -> int:
-        return min(-(-items // kernels.BLOCK), self.LIST_BLOCKS)
-
-    def _doubles(self, count: int) -> _Memory:
-        address, owner = self.backend.allocate(8 * count)
-        return _Memory(np.uint64(address), 8 * count, owner)
-
-    def _upload(self, values: Floats) -> _Memory:
-        memory = self._doubles(values.size)
-        self.backend.from_host(int(memory.address), np.ascontiguousarray(values), self.stream)
-        return memory
-
-    def _download(self, memory: _Memory, cols: int) -> Floats:
-        raw = self.backend.to_host(int(memory.address), memory.size_bytes, self.stream)
-        return raw.view(np.float64).reshape(-1, cols)
-
-
-class _Memory(NamedTuple):
-    """Scratch memory of a device. It must outlive the kernels: every user ends with a download."""
-
-    address: np.uint64
-    size_bytes: int
-    owner: Any
-
-
-def _address(tensors: Mapping[str, Tensor], name: str) -> np.uint64:
-    """A tensor's address, or 0, which the kernels take for "absent"."""
-    return np.uint64(tensors[name].address if name in tensors else 0)
-
-
-def _matrix(tensors: Mapping[str, Tensor], name: str) -> tuple[np.uint64, np.int64]:
-    stride = tensors[name].row_stride if name in tensors else 0
-    return _address(tensors, name), np.int64(stride)
-
-
-def _significands(case: Case) -> tuple[np.int32, np.int32]:
-    """What the kernels call p and weight_p: the dtypes of the matrices and of the weight."""
-    _, _, dtype = case.shape("x")
-    _, _, weight_dtype = case.shape("weight")
-    return np.int32(SIGNIFICAND_BITS[dtype]), np.int32(SIGNIFICAND_BITS[weight_dtype])

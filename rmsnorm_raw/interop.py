@@ -18,10 +18,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
 import numpy as np
 
-from rmsnorm_raw.array import numpy_dtype
 from rmsnorm_raw.backends.cupy_backend import RawStream, why_unavailable
+from rmsnorm_raw.dtypes import LARGEST_FP8
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
 
 Gpu = Literal["cuda", "rocm"]
@@ -94,6 +95,10 @@ class Library(abc.ABC):
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
         """An uninitialised array that :meth:`view` can read and ``[...] =`` can fill."""
 
+    def stored_as(self, dtype: str) -> str:
+        """What the library has an array of a dtype as: its bits, where it knows no such dtype."""
+        return dtype
+
     def result(self, array: Any) -> Any:
         """What the caller gets for an array made by :meth:`empty`; it shares its memory."""
         return array if self.give is None else self.give(array)
@@ -140,32 +145,6 @@ def view(array: Any, stream: int | None = None) -> View:
             "pass a copy of it"
         )
     return seen
-
-
-def collapse(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """(rows, cols, row_stride) of an array seen as a matrix in place; None if only a copy can be.
-
-    The last dimension must be dense. The leading ones must fall into one with a single stride, of 0
-    (one row, repeated) or at least a row's length (no two rows overlap).
-
-    Args:
-        shape: at least one dimension; the last one holds the row.
-        strides: in elements.
-    """
-    cols, rows = shape[-1], math.prod(shape[:-1])
-    if rows == 0 or cols == 0:
-        return rows, cols, cols
-    row_stride, merged = cols, 1
-    for size, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
-        if size == 1:
-            continue  # its stride is never used, and may be anything
-        if merged == 1:
-            row_stride = stride
-        elif stride != merged * row_stride:
-            return None
-        merged *= size
-    dense = cols == 1 or strides[-1] == 1
-    return (rows, cols, row_stride) if dense and (row_stride == 0 or row_stride >= cols) else None
 
 
 def contiguous(seen: View) -> View:
@@ -263,12 +242,13 @@ class _NumPy(Library):
         return _strided(array, address, CPU, array.flags.writeable, self)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
+        own = np.dtype(dtype)  # ml_dtypes' too
         if self.give is None:
-            return np.empty(shape, numpy_dtype(dtype))
-        size_bytes = math.prod(shape) * numpy_dtype(dtype).itemsize
+            return np.empty(shape, own)
+        size_bytes = math.prod(shape) * own.itemsize
         room = np.empty(size_bytes + XLA_ALIGNMENT_BYTES, np.uint8)
         start = -room.ctypes.data % XLA_ALIGNMENT_BYTES
-        return room[start : start + size_bytes].view(numpy_dtype(dtype)).reshape(shape)
+        return room[start : start + size_bytes].view(own).reshape(shape)
 
 
 class _Cupy(Library):
@@ -277,7 +257,10 @@ class _Cupy(Library):
         return _strided(array, array.data.ptr, _gpu(kind, array.device.id), True, self)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
-        return _cupy().empty(shape, numpy_dtype(dtype))
+        return _cupy().empty(shape, np.dtype(self.stored_as(dtype)))
+
+    def stored_as(self, dtype: str) -> str:
+        return "uint8" if dtype in LARGEST_FP8 else dtype
 
     def current_stream(self, device: Device) -> int:
         return int(_cupy().cuda.get_current_stream(device.index).ptr)

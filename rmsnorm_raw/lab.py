@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
 from typing import Literal, Protocol
@@ -44,6 +44,12 @@ class Fault:
         """The kind, and the first line of the message."""
         first_line = self.message.partition("\n")[0]
         return f"{self.kind}: {first_line}"
+
+
+def few_rows(problem: Problem, rows: int) -> Problem:
+    """The problem with about so many rows at most: an odd number of tokens, each with its heads."""
+    heads = problem.extras.heads
+    return replace(problem, rows=heads * min(problem.tokens, (rows // heads) | 1))
 
 
 Begun = Callable[[Config], None]

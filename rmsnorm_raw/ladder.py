@@ -22,6 +22,7 @@ from rmsnorm_raw.space import (
     inert_reason,
     reject_reason,
     require_fit,
+    ring_stranger,
     row_vectors,
 )
 
@@ -72,7 +73,8 @@ def _forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     # A row too wide to keep is read twice, and what is written is kept out of the way of that: 289
     # us at 4096x65536, 331 with the loads kept.
     store: Policy = "stream" if cuda else "default"
-    yield Config(block=1024, vec=vec, path="two_pass", store_policy=store)
+    for block in (1024, 512, 256):
+        yield Config(block=block, vec=vec, path="two_pass", store_policy=store)
 
 
 def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
@@ -84,6 +86,12 @@ def _cuda_forward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config
     # min_blocks=1 lets NVRTC ask for the weight with the row and not after its sum: 4.9 -> 4.0 us
     # at 1x4096 with an fp32 weight, 254.3 -> 251.6 at 32768x4096 fp32.
     ahead = replace(base, min_blocks=1)
+    more = problem.extras
+    if more.scale != "none" and not more.residual_dtype and vectors >= 512 and not few_rows:
+        # An 8-bit y, half of what is read: 128 bytes a lane and few waves a row, with a scale for
+        # each row 1.11 times as fast at 32768x4096, 1.03 at 32768x8192.
+        row = covering_lanes(vectors, 8, device)
+        yield replace(base, block=max(128, row), threads_per_row=row)
     row_bytes = vectors * vec
     wide = row_bytes > (8192 if vec == 16 else 32768) and (vec >= 8 or few_rows)
     if vec == 8 and row_bytes > 8192 and vectors <= 256 * 17 and not few_rows:
@@ -140,7 +148,7 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         # 4.4 us instead of 8.1 at 1x4096.
         if problem.need_dweight and problem.rows == 1:
             base = replace(base, finish="last_block")
-    elif device.arch == "sm_90" and vec == 16:
+    elif device.arch == "sm_90" and vec == 16 and not ring_stranger(problem):
         # Bulk copies into a ring of three rows, loads kept and stores streamed: 375 us at
         # 32768x8192, paced; 379 copied by lanes, 417 ping-pong, 506 from registers.
         base = replace(
@@ -167,6 +175,9 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
             store_policy=base.store_policy, finish=base.finish,
         )  # fmt: skip
         yield _ring_for(problem, device, config) if config.bulk else config
+    if problem.extras.heads > 1:  # which are never read twice; unmeasured
+        for row in _lane_counts(covering_lanes(vectors, per_lane, device)):
+            yield Config(block=_block(row, most), threads_per_row=row, vec=vec, programs=1)
     # Rows too wide for that go in two passes.
     for programs in (4, 3, 2, 1):
         yield Config(block=256, vec=vec, path="two_pass", programs=programs)

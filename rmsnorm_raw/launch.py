@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ from rmsnorm_raw.space import (
 
 #: HIP refuses a launch of 2**32 threads or more
 MAX_THREADS = (1 << 32) - 1
+#: the tensors that no caller sees
+SCRATCH = ("workspace", "counter")
 #: the tensors of an operation, in the order of the addresses that prepared launches take; a plain
 #: problem's come first
 TENSORS: dict[Op, tuple[str, ...]] = {
@@ -224,6 +226,7 @@ def _forward(
     problem: Problem, config: Config, binary: Binary, tensors: Tensors
 ) -> Iterator[Template]:
     device, heads = binary.backend.device, problem.extras.heads
+    matrix = _matrices(problem, tensors)
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
     words = _at("workspace", tensors)
     if count := _shared_words(problem, config, device):
@@ -232,15 +235,14 @@ def _forward(
     parts = _row_launches(problem, config) if not config.programs else [(0, problem.tokens)]
     for first, tokens in parts:
         args: Args = (
-            *_matrix("x", tensors, problem, first), _at("weight", tensors),
-            *_matrix("y", tensors, problem, first), _at("rstd", tensors, 4 * first * heads), words,
+            *matrix("x", first), _at("weight", tensors), *matrix("y", first),
+            _at("rstd", tensors, 4 * first * heads), words,
             np.int64(tokens), np.uint32(problem.cols), np.float32(problem.eps),
         )  # fmt: skip
         if problem.extras:
             row_scale = 4 * first * heads * (problem.extras.scale == "dynamic")
             args += (
-                _at("bias", tensors), *_matrix("residual", tensors, problem, first),
-                *_matrix("residual_out", tensors, problem, first),
+                _at("bias", tensors), *matrix("residual", first), *matrix("residual_out", first),
                 _at("scale", tensors, row_scale),
                 *_head_strides(("x", "y", "residual", "residual_out"), tensors),
             )  # fmt: skip
@@ -261,10 +263,9 @@ def _backward(
         bias_partial = _at("workspace", tensors, _bias_partial_at(problem, config, device))
     partials = grid_programs(problem, config, device)
     rows, cols = np.int64(problem.tokens), np.uint32(problem.cols)
-    dout, x, dx = (_matrix(name, tensors, problem) for name in ("dout", "x", "dx"))
-    dresidual_out, dresidual = (
-        _matrix(name, tensors, problem) for name in ("dresidual_out", "dresidual")
-    )
+    matrix = _matrices(problem, tensors)
+    dout, x, dx = matrix("dout"), matrix("x"), matrix("dx")
+    dresidual_out, dresidual = matrix("dresidual_out"), matrix("dresidual")
     weight, rstd, dweight = (_at(name, tensors) for name in ("weight", "rstd", "dweight"))
     if not (problem.need_dx or problem.need_dweight or more.bias_dtype):
         return
@@ -273,8 +274,7 @@ def _backward(
         if _row_results_bytes(problem, config):
             for first, some in _row_launches(problem, config):
                 args = (
-                    *_matrix("dout", tensors, problem, first),
-                    *_matrix("x", tensors, problem, first), weight,
+                    *matrix("dout", first), *matrix("x", first), weight,
                     _at("rstd", tensors, 4 * first), _at("workspace", tensors, 8 * first),
                     np.int64(some), cols, np.float32(problem.eps),
                 )  # fmt: skip
@@ -353,15 +353,19 @@ def _row_launches(problem: Problem, config: Config) -> Iterator[tuple[int, int]]
         yield first, min(most, problem.tokens - first)
 
 
-def _matrix(
-    name: str, tensors: Tensors, problem: Problem, first: int = 0
-) -> tuple[np.generic | Pointer, np.int64]:
-    """A matrix from a token on, and its row stride."""
-    dtypes = {operand.name: operand.dtype for operand in problem.operands}
-    if name not in tensors or name not in dtypes:
-        return _NULL, np.int64(0)
-    stride = tensors[name].row_stride
-    return Pointer(name, first * stride * stored_bytes(dtypes[name])), np.int64(stride)
+def _matrices(
+    problem: Problem, tensors: Tensors
+) -> Callable[..., tuple[np.generic | Pointer, np.int64]]:
+    """What gives a matrix from a token on, and its row stride; null where there is none."""
+    element_bytes = {each.name: stored_bytes(each.dtype) for each in problem.operands}
+
+    def matrix(name: str, first: int = 0) -> tuple[np.generic | Pointer, np.int64]:
+        if name not in tensors or name not in element_bytes:
+            return _NULL, np.int64(0)
+        stride = tensors[name].row_stride
+        return Pointer(name, first * stride * element_bytes[name]), np.int64(stride)
+
+    return matrix
 
 
 def _head_strides(names: Sequence[str], tensors: Tensors) -> Iterator[np.int64]:

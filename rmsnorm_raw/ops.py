@@ -6,67 +6,126 @@ on the current stream of x's library. Everything is checked before anything is l
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from rmsnorm_raw import interop, launch
+from rmsnorm_raw.calls import Call, Chosen
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.dtypes import DTYPE_BYTES
+from rmsnorm_raw.dtypes import fp8_dtype, optional_dtype_name
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
-from rmsnorm_raw.interop import View
-from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import MATRICES, Problem
-from rmsnorm_raw.ready import Ready, alignment_bytes_of, prepare, serving
-
-#: what is left of a caller's ``config`` when its slug is parsed
-Chosen = Config | Ready | Literal["ladder"] | None
+from rmsnorm_raw.extras import Casting, Scale
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.ready import Ready, arch_of
 
 
-class Forward(NamedTuple):
-    """What :func:`rmsnorm_fwd` gives: y like x; rstd float32 of x's leading shape, or None."""
-
+class _Forward(NamedTuple):
     y: Any
     rstd: Any
 
+
+class Forward(_Forward):
+    """What :func:`rmsnorm_fwd` gives; as a tuple it is (y, rstd), the others are attributes.
+
+    Attributes:
+        y: of x's shape.
+        rstd: float32 of x's leading shape, or None.
+        residual_out: x + residual, rounded once, or None.
+        scale: float32 of x's leading shape with scale="dynamic", else None.
+    """
+
+    residual_out: Any = None
+    scale: Any = None
+
+    def __new__(cls, y: Any, rstd: Any, residual_out: Any = None, scale: Any = None) -> Forward:
+        """Of its arrays."""
+        made = super().__new__(cls, y, rstd)
+        made.residual_out, made.scale = residual_out, scale
+        return made
+
     def __repr__(self) -> str:
-        return f"Forward(y={_brief(self.y)}, rstd={_brief(self.rstd)})"
+        return _shown(self, "residual_out", "scale")
 
 
-class Backward(NamedTuple):
-    """What :func:`rmsnorm_bwd` gives: dx like x, dweight like weight; None if not asked for."""
-
+class _Backward(NamedTuple):
     dx: Any
     dweight: Any
 
+
+class Backward(_Backward):
+    """What :func:`rmsnorm_bwd` gives; as a tuple it is (dx, dweight), the others are attributes.
+
+    Attributes:
+        dx: of x's shape.
+        dweight: like the weight.
+        dbias: of the weight's shape.
+        dresidual: of x's shape; dx itself where they have one dtype.
+
+    None for what was not asked for.
+    """
+
+    dbias: Any = None
+    dresidual: Any = None
+
+    def __new__(cls, dx: Any, dweight: Any, dbias: Any = None, dresidual: Any = None) -> Backward:
+        """Of its arrays."""
+        made = super().__new__(cls, dx, dweight)
+        made.dbias, made.dresidual = dbias, dresidual
+        return made
+
     def __repr__(self) -> str:
-        return f"Backward(dx={_brief(self.dx)}, dweight={_brief(self.dweight)})"
+        return _shown(self, "dbias", "dresidual")
 
 
 def rmsnorm_fwd(
     x: Any,
     weight: Any = None,
     *,
+    bias: Any = None,
+    residual: Any = None,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    casting: Casting = "none",
+    out_dtype: Any = None,
+    residual_dtype: Any = None,
+    scale: Any = None,
     store_rstd: bool = True,
     out: Any = None,
+    rstd_out: Any = None,
+    residual_out: Any = None,
+    scale_out: Any = None,
+    workspace: Any = None,
     config: Config | Ready | str | None = None,
     stream: Any = None,
 ) -> Forward:
-    """y = x * rstd * weight with rstd = (mean(x²) + eps)^-½, over the last dimension.
+    """y = h * rstd * (weight + weight_offset) + bias, with rstd = (mean(h²) + eps)^-½.
+
+    h is x, or x + residual, in fp32; means are over the last dimension. y is rounded once.
 
     Args:
         x: (..., N), float16, bfloat16 or float32, of NumPy, torch, CuPy, JAX or any library that
             speaks DLPack. It is read in place if its last dimension is dense and the leading ones
-            have one common stride; else one copy is made.
-        weight: (N,), of any of the three dtypes, on x's device; its library may be another one.
+            have one common stride, or two, as heads of a packed qkv do; else one copy is made.
+        weight: (N,), or (H, N) for x of (..., H, N): one for each head. Of any of the three dtypes,
+            on x's device; its library may be another one. So it is for all other inputs.
+        bias: of the weight's shape.
+        residual: of x's shape.
         eps: finite and >= 0.
+        weight_offset: 1 in Gemma's norm, whose weight is the difference from 1.
+        casting: "llama" rounds h * rstd to x's dtype before the weight is applied, as the norm of
+            that family does; "gemma" and "none" are fp32 to the end.
+        out_dtype: of y, x's by default. "float8_e4m3fn", "float8_e4m3fnuz" or "fp8" (that of the
+            two which x's device has) with a scale; CuPy knows neither, and has uint8.
+        residual_dtype: of h, the residual's by default. Without a residual h is given only if this
+            is.
+        scale: of an 8-bit y, which is divided by it. A number, which is copied to the device at
+            each call; an array of one float32; or "dynamic": each row has its own, max|y| over the
+            dtype's largest number, and it is given.
         store_rstd: also give rstd, which :func:`rmsnorm_bwd` can use.
-        out: where y goes: of x's shape, dtype and device, its rows dense. It may be x itself, and
-            may not share memory with x or weight in any other way.
+        out, rstd_out, residual_out, scale_out: where y, rstd, h and the rows' scales go: of their
+            shapes and dtypes, rows dense, lists contiguous. ``residual_out`` may be the residual
+            itself, and ``out`` x where nothing stands beside the weight; otherwise they share
+            memory with no other array. ``residual_out=False`` leaves h unwritten.
+        workspace: an array of :func:`rmsnorm_raw.workspace_bytes` bytes, not shared with calls on
+            other streams; with it, and all results given, nothing is allocated.
         config: a Config or slug; None for the best one known (:func:`rmsnorm_raw.store.resolve`:
             tuned here, known best, or the ladder's), "ladder" for the ladder's.
         stream: a torch or CuPy stream, an object with ``__cuda_stream__``, or a raw handle; None
@@ -74,33 +133,41 @@ def rmsnorm_fwd(
             sees to it that x is ready there.
 
     Returns:
-        Arrays of x's library on x's device; ``y`` is ``out`` where that was given. With no rows or
-        no columns nothing is launched, and rstd is eps^-½.
+        Arrays of x's library on x's device; those that were given, themselves. With no rows or no
+        columns nothing is launched, and rstd is eps^-½.
 
     Raises:
-        InvalidInput: a shape, dtype, device, eps or overlap that no kernel can serve.
+        InvalidInput: a shape, dtype, device, number or overlap that no kernel can serve.
         InvalidConfig: a slug that does not parse, or a config that does not fit.
         BackendUnavailable: the array's backend cannot run here; the message names what to install.
     """
     chosen = _parse(config)
-    call = _Call(x, stream)
-    w = None if weight is None else call.weight(weight)
-    target = None if out is None else call.out(out, w)
+    built = chosen.problem if isinstance(chosen, Ready) else None
+    call = Call(x, stream)
+    call.weight(weight)
+    call.bias(bias)
+    if residual is not None:
+        call.like_x("residual", residual)
+    kind = _scale_kind(scale)
+    if kind == "static":
+        call.scale(scale)
+    call.target("y", out)
+    call.target("rstd", rstd_out)
+    call.target("residual_out", None if residual_out is False else residual_out)
+    call.target("scale", scale_out)
+    call.workspace(workspace)
+    heads, per_head = call.heads(built)
     problem = Problem.forward(
-        call.rows, call.cols, call.x.dtype, weight_dtype=_dtype(w), eps=_number(eps),
-        store_rstd=store_rstd,
+        call.rows, call.cols, call.x.dtype, weight_dtype=call.dtype("weight"),
+        eps=_number("eps", eps), store_rstd=store_rstd, bias_dtype=call.dtype("bias"),
+        residual_dtype=call.dtype("residual"),
+        residual_out_dtype=_residual_out_dtype(residual_out, residual_dtype),
+        out_dtype=fp8_dtype(arch_of(call.x.device)) if _is_fp8(out_dtype) else out_dtype,
+        weight_offset=_number("weight_offset", weight_offset), casting=casting, heads=heads,
+        per_head=per_head, scale=kind,
     )  # fmt: skip
-    with call.on_stream():
-        y = target or call.new(call.x.shape, call.x.dtype)
-        rstd = call.new(call.x.shape[:-1], "float32") if store_rstd else None
-        if call.is_empty:
-            _fill(rstd, rstd_of_nothing(problem.eps))
-        else:
-            call.run(problem, chosen, {"x": call.x, "weight": w, "y": y, "rstd": rstd})
-        if target is None:
-            return Forward(call.give(y), call.give(rstd))
-        interop.mark_written(target)
-        return Forward(out, call.give(rstd))
+    made = call.compute(problem, chosen)
+    return Forward(made["y"], made.get("rstd"), made.get("residual_out"), made.get("scale"))
 
 
 def rmsnorm_bwd(
@@ -109,30 +176,50 @@ def rmsnorm_bwd(
     weight: Any = None,
     rstd: Any = None,
     *,
+    dresidual_out: Any = None,
     eps: float = 1e-6,
+    weight_offset: float = 0.0,
     need_dx: bool = True,
     need_dweight: bool = True,
+    need_dbias: bool = False,
+    dx_dtype: Any = None,
+    bias_dtype: Any = None,
+    residual_dtype: Any = None,
+    dx: Any = None,
+    dweight: Any = None,
+    dbias: Any = None,
+    dresidual: Any = None,
+    workspace: Any = None,
     config: Config | Ready | str | None = None,
     stream: Any = None,
 ) -> Backward:
-    """The gradients of :func:`rmsnorm_fwd`: with x̂ = x * rstd and g = dout * weight.
+    """The gradients of :func:`rmsnorm_fwd`: with x̂ = x * rstd and g = dout * (weight + offset).
 
-    dx = rstd * (g - x̂ * mean(g * x̂)); dweight = sum of dout * x̂ over all rows, in fp32, rounded
-    once and the same bits in every run.
+    dx = rstd * (g - x̂ * mean(g * x̂)) + dresidual_out; dweight = sum of dout * x̂ over all rows,
+    dbias = sum of dout, both in fp32, rounded once and the same bits in every run.
 
     Args:
-        dout: of x's shape and dtype.
-        x: what was normalised; see :func:`rmsnorm_fwd`.
-        weight: (N,), or None as in the forward.
+        dout: of x's shape, in any of the three dtypes.
+        x: what was normalised: the forward's x, or its residual_out where there was a residual.
+        weight: as in the forward.
         rstd: float32 of x's leading shape, contiguous, from the forward; None to recompute it.
+        dresidual_out: the gradient of residual_out, of x's shape, where that was used.
         eps: the forward's; used where rstd is None.
-        need_dx: give dx.
+        weight_offset: the forward's.
+        need_dx: give dx, and dresidual.
         need_dweight: give dweight; without a weight there is none.
+        need_dbias: give dbias.
+        dx_dtype: that of the forward's x, where it is not x's here.
+        bias_dtype: of dbias: the bias's, where it is not the weight's (without one, x's).
+        residual_dtype: of dresidual: the residual's. Without it there is no dresidual.
+        dx, dweight, dbias, dresidual: where they go, see :func:`rmsnorm_fwd`; sharing no memory
+            with another array. A dbias or dresidual that is given is asked for, in its dtype.
+        workspace: see :func:`rmsnorm_fwd`.
         config: see :func:`rmsnorm_fwd`.
         stream: see :func:`rmsnorm_fwd`.
 
     Returns:
-        Arrays of x's library on x's device; with no rows dweight is zeros.
+        Arrays of x's library on x's device; with no rows dweight and dbias are zeros.
 
     Raises:
         InvalidInput: see :func:`rmsnorm_fwd`.
@@ -140,177 +227,71 @@ def rmsnorm_bwd(
         BackendUnavailable: see :func:`rmsnorm_fwd`.
     """
     chosen = _parse(config)
-    call = _Call(x, stream)
-    d = call.like_x("dout", dout)
-    w = None if weight is None else call.weight(weight)
-    r = None if rstd is None else call.rstd(rstd)
+    built = chosen.problem if isinstance(chosen, Ready) else None
+    call = Call(x, stream)
+    call.like_x("dout", dout)
+    call.weight(weight)
+    call.rstd(rstd)
+    if dresidual_out is not None:
+        call.like_x("dresidual_out", dresidual_out)
+    call.target("dx", dx)
+    call.target("dweight", dweight)
+    call.target("dbias", dbias)
+    own = optional_dtype_name(dx_dtype) or call.x.dtype
+    wanted = optional_dtype_name(residual_dtype)
+    if dresidual is not dx or wanted not in (own, None):
+        call.target("dresidual", dresidual)
+    call.workspace(workspace)
+    heads, per_head = call.heads(built)
+    wanted = wanted or call.dtype("dresidual")
+    apart = wanted != own or call.dtype("dresidual") or (built and built.extras.residual_dtype)
+    of_bias = optional_dtype_name(bias_dtype) or call.dtype("dbias")
+    of_bias = of_bias or call.dtype("weight") or call.x.dtype
     problem = Problem.backward(
-        call.rows, call.cols, call.x.dtype, weight_dtype=_dtype(w), eps=_number(eps),
-        has_rstd=r is not None, need_dx=need_dx, need_dweight=need_dweight,
+        call.rows, call.cols, call.x.dtype, weight_dtype=call.dtype("weight"),
+        eps=_number("eps", eps), has_rstd=rstd is not None, need_dx=need_dx,
+        need_dweight=need_dweight,
+        bias_dtype=of_bias if need_dbias or dbias is not None else None,
+        residual_dtype=wanted if need_dx and apart else None,
+        dresidual_out_dtype=call.dtype("dresidual_out") if need_dx else None,
+        out_dtype=call.dtype("dout"), dx_dtype=own if need_dx else None,
+        weight_offset=_number("weight_offset", weight_offset), heads=heads, per_head=per_head,
     )  # fmt: skip
-    with call.on_stream():
-        dx = call.new(call.x.shape, call.x.dtype) if problem.need_dx else None
-        dweight = call.new((call.cols,), w.dtype) if w and problem.need_dweight else None
-        if call.is_empty:
-            _fill(dweight, 0.0)
-        elif dx or dweight:
-            tensors = {"dout": d, "x": call.x, "weight": w, "rstd": r, "dx": dx, "dweight": dweight}
-            call.run(problem, chosen, tensors)
-        return Backward(call.give(dx), call.give(dweight))
+    made = call.compute(problem, chosen)
+    both = made.get("dx")
+    return Backward(
+        both, made.get("dweight"), made.get("dbias"),
+        made.get("dresidual", both if wanted or dresidual is not None else None),
+    )  # fmt: skip
 
 
-class _Call:
-    """One call: x, the stream that the work goes to, and the other arrays as they are checked."""
-
-    def __init__(self, x: Any, stream: Any) -> None:
-        handle = None if stream is None else interop.raw_stream(stream)
-        self.x = _supported("x", interop.view(x, handle))
-        if not self.x.shape:
-            raise InvalidInput("x has no dimensions: pass at least one, the row that is normalised")
-        self.stream = interop.work_stream(self.x, handle)
-        self.rows, self.cols = math.prod(self.x.shape[:-1]), self.x.shape[-1]
-        self.is_empty = self.rows == 0 or self.cols == 0
-        self._lenders: set[int] = set()  # streams of other libraries whose arrays joined
-
-    def on_stream(self) -> AbstractContextManager[Any]:
-        return self.x.library.on(self.x.device, self.stream)
-
-    def new(self, shape: tuple[int, ...], dtype: str) -> View:
-        library = self.x.library
-        return library.view(library.empty(shape, dtype, self.x.device))
-
-    def give(self, made: View | None) -> Any:
-        return None if made is None else self.x.library.result(made.owner)
-
-    def _join(self, name: str, array: Any) -> View:
-        seen = interop.view(array, self.stream)
-        if seen.device != self.x.device:
-            raise InvalidInput(
-                f"{name} is on {seen.device} and x on {self.x.device}: move one of them"
-            )
-        if seen.library.name != self.x.library.name:
-            theirs = seen.library.current_stream(seen.device)
-            if theirs != self.stream:
-                interop.wait(seen.device, self.stream, theirs)
-                self._lenders.add(theirs)
-        return _supported(name, seen)
-
-    def weight(self, array: Any) -> View:
-        seen = self._join("weight", array)
-        if seen.shape != (self.cols,):
-            raise InvalidInput(
-                f"weight has shape {seen.shape} and must have ({self.cols},), as rows of x do"
-            )
-        return seen
-
-    def like_x(self, name: str, array: Any) -> View:
-        seen = self._join(name, array)
-        if seen.shape != self.x.shape or seen.dtype != self.x.dtype:
-            raise InvalidInput(
-                f"{name} is {seen.dtype} {seen.shape} and must be like x, {self.x.dtype} "
-                f"{self.x.shape}"
-            )
-        return seen
-
-    def rstd(self, array: Any) -> View:
-        seen = self._join("rstd", array)
-        leading = self.x.shape[:-1]
-        if seen.shape != leading or seen.dtype != "float32":
-            raise InvalidInput(
-                f"rstd is {seen.dtype} {seen.shape} and must be float32 {leading}, as rmsnorm_fwd "
-                "gives it; leave it out to have it recomputed"
-            )
-        found = interop.collapse((*leading, 1), (*seen.strides, 1))
-        if found is None or (self.rows > 1 and found[2] != 1):
-            raise InvalidInput("rstd is not contiguous: pass a contiguous copy of it")
-        return seen
-
-    def out(self, array: Any, weight: View | None) -> View:
-        seen = self.like_x("out", array)
-        if not seen.writable:
-            raise InvalidInput(
-                "out cannot be written: it is read-only, requires grad, or belongs to a library "
-                "whose arrays never change; pass a writable NumPy, CuPy or torch array"
-            )
-        found = interop.collapse(seen.shape, seen.strides)
-        if found is None or (found[2] == 0 and self.rows > 1):
-            raise InvalidInput(
-                f"out has strides {seen.strides}: its rows must be dense, evenly spaced and apart"
-            )
-        in_place = seen.address == self.x.address and found == _collapsed(self.x)
-        if not in_place and interop.overlap(seen, self.x):
-            raise InvalidInput(
-                "out overlaps x without being x: y would overwrite rows not yet read"
-            )
-        if weight is not None and interop.overlap(seen, weight):
-            raise InvalidInput("out overlaps weight: y would overwrite it; pass another out")
-        return seen
-
-    def run(self, problem: Problem, chosen: Chosen, tensors: Mapping[str, View | None]) -> None:
-        """Launch a problem on checked arrays; x's stream must be current in x's library."""
-        used = {name: seen for name, seen in tensors.items() if seen is not None}
-        placed = {name: self._placed(name, seen) for name, seen in used.items()}
-        places = {name: place for name, (place, _) in placed.items()}
-        alignment_bytes = alignment_bytes_of(problem, places)
-        if isinstance(chosen, Ready):
-            use = serving(chosen, problem, alignment_bytes, self.x.device)
-        else:
-            use = prepare(problem, alignment_bytes, chosen, self.x.device)
-        scratch = {name: self.new((-(-size // 4),), "float32") for name, size in use.scratch}
-        places |= {name: Tensor(seen.address) for name, seen in scratch.items()}
-        if "counter" in scratch:
-            backend = use.binary.backend
-            backend.fill(scratch["counter"].address, 0, 4, self.stream)
-        plan = launch.make_plan(use.problem, use.config, use.binary, places)
-        launch.run(plan, self.stream)
-        # memory that other libraries lent is free for them again when this work is done
-        for theirs in self._lenders:
-            interop.wait(self.x.device, theirs, self.stream)
-
-    def _placed(self, name: str, seen: View) -> tuple[Tensor, View]:
-        """Where a kernel finds an array, and the view that keeps it there."""
-        if name == "rstd":
-            return Tensor(seen.address), seen
-        found = _collapsed(seen)
-        if found is None:
-            with seen.library.on(seen.device, self.stream):
-                seen = interop.contiguous(seen)
-            found = (self.rows, self.cols, self.cols)
-        return Tensor(seen.address, found[2] if name in MATRICES else 0), seen
+def _residual_out_dtype(residual_out: Any, residual_dtype: Any) -> Any:
+    if residual_out is False:
+        return None
+    return "same" if residual_dtype is None else residual_dtype
 
 
-def _collapsed(seen: View) -> tuple[int, int, int] | None:
-    return interop.collapse(seen.shape, seen.strides)
+def _scale_kind(scale: Any) -> Scale:
+    if scale is None:
+        return "none"
+    if isinstance(scale, str):
+        if scale != "dynamic":
+            raise InvalidInput(f"scale is {scale!r}: pass 'dynamic', a number or an array of one")
+        return "dynamic"
+    return "static"
 
 
-def _supported(name: str, seen: View) -> View:
-    if seen.dtype not in DTYPE_BYTES:
-        raise InvalidInput(
-            f"{name} is {seen.dtype}, which no kernel takes: convert it to float16, bfloat16 or "
-            "float32 first (.astype(...), or .to(...) in torch)"
-        )
-    return seen
+def _is_fp8(dtype: Any) -> bool:
+    return isinstance(dtype, str) and dtype == "fp8"
 
 
-def _dtype(seen: View | None) -> str | None:
-    return None if seen is None else seen.dtype
-
-
-def _number(eps: Any) -> float:
-    if isinstance(eps, (str, bytes, bool)):
-        raise InvalidInput(f"eps is {eps!r}: pass a number >= 0")
+def _number(name: str, given: Any) -> float:
+    if isinstance(given, (str, bytes, bool)):
+        raise InvalidInput(f"{name} is {given!r}: pass a number")
     try:
-        return float(eps)
+        return float(given)
     except (TypeError, ValueError) as error:
-        raise InvalidInput(f"eps is {eps!r}: pass a number >= 0") from error
-
-
-def _brief(array: Any) -> str:
-    """An array of any library without its elements."""
-    if array is None:
-        return "None"
-    library, dtype = type(array).__module__.partition(".")[0], str(array.dtype)
-    return f"<{library} {dtype.rpartition('.')[2]} {tuple(array.shape)}>"
+        raise InvalidInput(f"{name} is {given!r}: pass a number") from error
 
 
 def _parse(config: Config | Ready | str | None) -> Chosen:
@@ -321,12 +302,16 @@ def _parse(config: Config | Ready | str | None) -> Chosen:
     raise InvalidConfig(repr(config), 'pass a slug, a Config, "ladder" or None')
 
 
-def _fill(made: View | None, value: float) -> None:
-    if made is not None:
-        made.owner[...] = value
+def _shown(result: Any, *more: str) -> str:
+    """The name of a result's class, and its arrays in brief; of those in ``more`` what there is."""
+    names = (*result._fields, *(name for name in more if getattr(result, name) is not None))
+    shown = (f"{name}={_brief(getattr(result, name))}" for name in names)
+    return f"{type(result).__name__}({', '.join(shown)})"
 
 
-def rstd_of_nothing(eps: float) -> float:
-    """eps^-½ in fp32, the limit of rstd for rows of no elements (mean 0); infinite for eps = 0."""
-    rounded = float(np.float32(eps))
-    return 1 / math.sqrt(rounded) if rounded > 0 else math.inf
+def _brief(array: Any) -> str:
+    """An array of any library without its elements."""
+    if array is None:
+        return "None"
+    library, dtype = type(array).__module__.partition(".")[0], str(array.dtype)
+    return f"<{library} {dtype.rpartition('.')[2]} {tuple(array.shape)}>"

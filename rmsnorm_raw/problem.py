@@ -62,6 +62,8 @@ class Operand(NamedTuple):
 
 #: the tensors with an element for each of x, which have strides
 MATRICES = ("x", "dout", "y", "dx", "residual", "residual_out", "dresidual_out", "dresidual")
+#: those with a float32 a row (a static scale has one in all), which are moved one by one
+OF_ROWS = ("rstd", "scale")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

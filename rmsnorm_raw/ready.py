@@ -15,14 +15,17 @@ from rmsnorm_raw import launch, module, space, store
 from rmsnorm_raw.backends import Backend, get_backend
 from rmsnorm_raw.backends.cupy_backend import backend_of_device
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.interop import Device
-from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import MATRICES, Problem
+from rmsnorm_raw.launch import SCRATCH, Tensor
+from rmsnorm_raw.problem import OF_ROWS, Problem, require_problem
 from rmsnorm_raw.source import render
 
 #: problems, and binaries, kept by a process; a model needs a few dozen
 KEPT = 1024
+#: what each scratch tensor is aligned to, in bytes
+SCRATCH_ALIGNMENT = 16
 
 
 class Ready(NamedTuple):
@@ -40,11 +43,29 @@ class Ready(NamedTuple):
     binary: module.Binary
     scratch: tuple[tuple[str, int], ...]
 
+    @property
+    def scratch_offsets(self) -> tuple[tuple[str, int], ...]:
+        """(name, offset) of these tensors in one piece of memory."""
+        offsets, offset = [], 0
+        for name, size_bytes in self.scratch:
+            offsets.append((name, offset))
+            offset += _aligned(size_bytes)
+        return tuple(offsets)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of that piece."""
+        return sum(_aligned(size_bytes) for _, size_bytes in self.scratch)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+
 
 def ready(problem: Problem, config: Config, binary: module.Binary) -> Ready:
     """Built kernels, with the scratch memory that a call of them wants."""
     sizes = launch.tensor_bytes(problem, config, binary.backend.device)
-    scratch = tuple((name, sizes[name]) for name in ("workspace", "counter") if name in sizes)
+    scratch = tuple((name, sizes[name]) for name in SCRATCH if name in sizes)
     return Ready(problem, config, binary, scratch)
 
 
@@ -63,7 +84,40 @@ def prepare(
     problem = replace(problem, alignment=alignment_bytes)
     config, _ = store.choose(problem, backend, chosen)
     space.require_fit(problem, backend.device, config)
-    return ready(problem, config, _build(replace(problem, rows=1, eps=0.0), config, where))
+    alike = replace(problem, rows=problem.extras.heads, eps=0.0)
+    return ready(problem, config, _build(alike, config, where))
+
+
+def workspace_bytes(
+    problem: Problem,
+    config: Config | str | None = None,
+    *,
+    backend: str | Backend | None = None,
+) -> int:
+    """Bytes of the ``workspace`` that calls of a problem want; 0 where they want none.
+
+    Args:
+        problem: as the call has it, with its alignment.
+        config: as the call's.
+        backend: "rocm", "cuda", "cpu" or a Backend; None for the one that is here.
+
+    Raises:
+        InvalidInput: no Problem was given.
+        InvalidConfig: the config does not fit.
+    """
+    require_problem(problem)
+    where = get_backend(backend) if backend is None or isinstance(backend, str) else backend
+    if not problem.rows or not problem.cols:
+        return 0
+    knobs, _ = store.choose(problem, where, config)
+    space.require_fit(problem, where.device, knobs)
+    sizes = launch.tensor_bytes(problem, knobs, where.device)
+    return sum(_aligned(sizes.get(name, 0)) for name in SCRATCH)
+
+
+def arch_of(where: Device) -> str:
+    """The architecture of a device that arrays lie on."""
+    return _backend(where).device.arch
 
 
 @functools.lru_cache(maxsize=KEPT)
@@ -102,23 +156,31 @@ def serving(built: Ready, problem: Problem, alignment_bytes: int, where: Device)
 
 
 def _what_differs(one: Problem, other: Problem) -> str:
-    names = [field.name for field in fields(Problem)]
-    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
-    return ", ".join(f"{name}={getattr(one, name)!r}" for name in differing)
+    differing = []
+    for mine, theirs in ((one, other), (one.extras, other.extras)):
+        names = [field.name for field in fields(mine) if field.name != "extras"]
+        changed = [name for name in names if getattr(mine, name) != getattr(theirs, name)]
+        differing += [f"{name}={getattr(mine, name)!r}" for name in changed]
+    return ", ".join(differing)
 
 
 def alignment_bytes_of(problem: Problem, places: Mapping[str, Tensor]) -> int:
-    """Bytes of x that a lane may move at once, by all addresses and row strides.
+    """Bytes of x that a lane may move at once, by all addresses and strides.
 
-    The weight's element may have another size: the elements that v bytes of x hold are moved in
-    pieces of at most 16 bytes, and these must be aligned.
+    Elements have sizes of their own: as many of each tensor as v bytes of x hold are moved in
+    pieces of at most 16 bytes, and these must be aligned. Those of a row are moved one by one.
+
+    Args:
+        problem: whose alignment is asked for.
+        places: of its tensors; those that are left out are taken to be aligned.
     """
-    element, bits = problem.element_bytes, 16
-    for name in places.keys() & MATRICES:
-        bits |= places[name].address | places[name].row_stride * element
-    vec = bits & -bits  # the lowest bit that any of them has
-    if problem.weight_dtype is not None:
-        weight = places["weight"].address
-        while weight % min(16, vec // element * problem.weight_bytes):
+    vec = 16
+    for operand in problem.operands:
+        place = places.get(operand.name)
+        if place is None or operand.name in OF_ROWS:
+            continue
+        each = stored_bytes(operand.dtype)
+        bits = place.address | (place.row_stride | place.head_stride) * each
+        while bits % min(16, vec // problem.element_bytes * each):
             vec //= 2
     return vec

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.extras import NO_EXTRAS, Extras
 from rmsnorm_raw.problem import Op, Problem
 
 #: of documents and keys; raise it with any change of their fields or of what these mean
@@ -36,6 +37,8 @@ class Key:
         kernels: digest of all the text of the operation, and of what it is rendered to.
         ladder: the slugs of the ladder's choices at both ends of the bucket; "" where nothing fits.
         timing: :data:`rmsnorm_raw.measure.TIMING_PROTOCOL`.
+        extras: the problem's; written down only where there are any, and then what differs from
+            none.
     """
 
     schema: int
@@ -57,6 +60,7 @@ class Key:
     kernels: str
     ladder: tuple[str, str]
     timing: int
+    extras: Extras = NO_EXTRAS
 
     @property
     def problem(self) -> Problem:
@@ -64,13 +68,13 @@ class Key:
         return Problem(
             self.op, self.rows_from, self.cols, self.dtype, self.weight_dtype,
             store_rstd=self.store_rstd, has_rstd=self.has_rstd, need_dx=self.need_dx,
-            need_dweight=self.need_dweight, alignment=self.vec,
+            need_dweight=self.need_dweight, alignment=self.vec, extras=self.extras,
         )  # fmt: skip
 
     @property
     def digest(self) -> str:
         """SHA-256 of all fields, as hex."""
-        return sha256(asdict(self))
+        return sha256(_key_fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +115,20 @@ def document(keys_and_records: Iterable[tuple[Key, Record]]) -> str:
     """
     entries = []
     for key, record in keys_and_records:
-        entry = {"key": asdict(key), "record": _fields(record)}
+        entry = {"key": _key_fields(key), "record": _fields(record)}
         entries.append(entry | {"sha256": sha256(entry)})
     entries.sort(key=lambda entry: json.dumps(entry, sort_keys=True))
     whole = {"schema": SCHEMA, "records": entries}
     text = json.dumps(whole, indent=1, sort_keys=True, allow_nan=False)
     return re.sub(r"\[\n([^][{}\"]*)\n\s*\]", _on_one_line, text) + "\n"
+
+
+def _key_fields(key: Key) -> dict[str, Any]:
+    """As JSON has them; keys of the plain operation are those from before there were extras."""
+    found = asdict(key)
+    none = asdict(NO_EXTRAS)
+    extras = {name: each for name, each in found.pop("extras").items() if each != none[name]}
+    return found | ({"extras": extras} if extras else {})
 
 
 def _fields(record: Record) -> dict[str, object]:
@@ -158,10 +170,11 @@ def _entry(entry: dict[str, Any]) -> tuple[Key, Record]:
     if entry["sha256"] != sha256(content):
         raise ValueError("the checksum is of another content")
     key, found = dict(entry["key"]), dict(entry["record"])
-    if key.keys() != {field.name for field in fields(Key)}:
+    extras = Extras(**key.pop("extras", {}))
+    if key.keys() != {field.name for field in fields(Key)} - {"extras"}:
         raise ValueError("the key has other fields")
     first, last = key.pop("ladder")
-    known = Key(**key, ladder=(first, last))
+    known = Key(**key, ladder=(first, last), extras=extras)
     known.problem  # noqa: B018 - raises InvalidInput, a ValueError, where there is no such problem
     samples = {
         regime: {name: tuple(times) for name, times in sides.items()}

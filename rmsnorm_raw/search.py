@@ -19,7 +19,7 @@ from rmsnorm_raw import candidates, clones, ladder, launch, space, stats, store
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.effort import Effort
-from rmsnorm_raw.lab import Fault, Steps, ladder_failed
+from rmsnorm_raw.lab import Fault, Steps, few_rows, ladder_failed
 from rmsnorm_raw.lab import SearchFailed as SearchFailed
 from rmsnorm_raw.measure import EVICTED_CACHES, Limits, Regime
 from rmsnorm_raw.problem import Problem
@@ -222,7 +222,8 @@ class Search:
 
     def _rows_served(self) -> tuple[int, ...]:
         """The rows asked for, and both ends of the bucket of rows that its record serves."""
-        return tuple(dict.fromkeys((self.problem.rows, *store.bucket(self.problem.rows))))
+        rows, heads = self.problem.rows, self.problem.extras.heads
+        return tuple(dict.fromkeys((rows, *store.bucket(rows, heads))))
 
     def _round(self, configs: Sequence[Config], until: float) -> None:
         """Compile, gate and screen some configs; the ladder's is the first of the first round."""
@@ -236,8 +237,7 @@ class Search:
                 self._identities.add(found)
                 fresh.append(config)
         simulated = self.device.simulated
-        rows = min(self.problem.rows, SIMULATED_ROWS if simulated else GATE_ROWS)
-        few = replace(self.problem, rows=rows)
+        few = few_rows(self.problem, SIMULATED_ROWS if simulated else GATE_ROWS)
         gated = self.steps.gate(few, fresh, until)
         self.tried += len(gated.keys() - {self.ladder})
         passed = self._sound(gated)

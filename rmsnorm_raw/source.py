@@ -11,6 +11,7 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.kernels import (
     backward,
+    backward_two_pass,
     blocks,
     extras,
     finish,
@@ -86,9 +87,9 @@ def target_defines(device: DeviceSpec) -> tuple[tuple[str, str], ...]:
 def whole_text(op: Op) -> str:
     """All the text that the configs of an operation are rendered from."""
     shared = prelude.TEXT + rows.TEXT + extras.TEXT + blocks.TEXT + ring.TEXT + pace.TEXT
-    return shared + (
-        forward.TEXT if op == "forward" else finish.TEXT + backward.TEXT + finish.BIAS_TEXT
-    )
+    if op == "forward":
+        return shared + forward.TEXT
+    return shared + finish.TEXT + backward.TEXT + backward_two_pass.TEXT + finish.BIAS_TEXT
 
 
 def render(
@@ -169,6 +170,8 @@ def render(
     if config.path == "lds":
         text += ring.TEXT + pace.TEXT * config.paced
     text += forward.TEXT if forward_op else finish.TEXT + backward.TEXT
+    if not forward_op and config.path == "two_pass":
+        text += backward_two_pass.TEXT
     if not forward_op and problem.extras.bias_dtype:
         text += finish.BIAS_TEXT
     defines = target_defines(device) + tuple((k, str(v)) for k, v in (common | own).items())

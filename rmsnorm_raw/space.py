@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rmsnorm_raw.config import Config, Finish, Policy
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.dtypes import stored_bytes
+from rmsnorm_raw.dtypes import fp8_dtype, stored_bytes
 from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.problem import Problem
 
@@ -76,6 +76,13 @@ def ring_tensors(problem: Problem) -> int:
     return 2 + (more.residual_out_dtype is not None and problem.need_dx)
 
 
+def ring_stranger(problem: Problem) -> str | None:
+    """A dtype of those tensors that is not x's; a ring holds rows of one dtype."""
+    more, forward = problem.extras, problem.op == "forward"
+    beside = [more.residual_dtype] if forward else [more.residual_out_dtype, more.out_dtype]
+    return next((dtype for dtype in beside if dtype not in (problem.dtype, None)), None)
+
+
 def row_stores(problem: Problem, config: Config) -> int:
     """Stores that a lane makes for one of its vectors of a row, each of at most 16 bytes."""
     each = elements(problem, config)
@@ -96,7 +103,8 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     tensors = 1 if problem.op == "forward" else 2
     extra = _extra_registers(problem, config, device)
     if config.path == "two_pass":
-        return OVERHEAD_REGISTERS + TILE_CHUNKS * (tensors * packed + extra) + weight + each
+        sums = each * (1 + (problem.extras.bias_dtype is not None))
+        return OVERHEAD_REGISTERS + TILE_CHUNKS * (tensors * packed + extra) + weight + sums
     if device.dialect == "amd" and (problem.op == "backward" or config.path != "registers"):
         held = _held_by_hiprtc(problem, config) + extra
         return OVERHEAD_REGISTERS + chunks(problem, config) * held
@@ -112,6 +120,8 @@ def _extra_registers(problem: Problem, config: Config, device: DeviceSpec) -> in
     more, each = problem.extras, elements(problem, config)
     beside = more.residual_dtype if problem.op == "forward" else more.residual_out_dtype
     held = max(1, each * stored_bytes(beside) // 4) if beside else 0
+    if config.path == "two_pass":
+        return held
     if beside and (device.dialect == "amd" or config.path == "pingpong"):
         held *= 2  # the next row's too, or fp32 beside what was loaded
     if more.bias_dtype:
@@ -345,11 +355,8 @@ def _reject_extras(problem: Problem, device: DeviceSpec, config: Config) -> str 
     more, own = problem.extras, problem.dtype
     if more.scale != "none" and (reason := _reject_fp8(problem.out_dtype, device)):
         return reason
-    if config.path == "lds":
-        forward = problem.op == "forward"
-        beside = [more.residual_dtype] if forward else [more.residual_out_dtype, more.out_dtype]
-        if others := [dtype for dtype in beside if dtype not in (own, None)]:
-            return f"a ring holds rows of one dtype, and beside {own} there is {others[0]}"
+    if config.path == "lds" and (other := ring_stranger(problem)):
+        return f"a ring holds rows of one dtype, and beside {own} there is {other}"
     if more.heads > 1 and (config.path == "two_pass" or config.blocks_per_row > 1):
         return "the rows of several heads a token are read once, each in one block"
     if more.scale == "dynamic" and config.blocks_per_row > 1:
@@ -360,7 +367,7 @@ def _reject_extras(problem: Problem, device: DeviceSpec, config: Config) -> str 
 
 
 def _reject_fp8(out_dtype: str, device: DeviceSpec) -> str | None:
-    has = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
+    has = fp8_dtype(device.arch)
     if out_dtype != has:
         return f"{device.arch} converts to {has}, not {out_dtype}"
     version = device.arch.removeprefix("sm_")

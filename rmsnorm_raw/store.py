@@ -53,23 +53,28 @@ class StoreWarning(UserWarning):
     """A record could not be read, written or used; the message says which, and what to do."""
 
 
-def bucket(rows: int) -> tuple[int, int]:
-    """The first and the last number of rows that share a record with ``rows``: 2^k to 2^(k+1)-1."""
-    first = 1 << rows.bit_length() >> 1
-    return first, min(max(first, 2 * first - 1), MAX_ROWS)
+def bucket(rows: int, heads: int = 1) -> tuple[int, int]:
+    """The first and the last number of rows that share a record with ``rows``: 2^k to 2^(k+1)-1.
+
+    Args:
+        heads: rows of a token; with several, it is the tokens that are 2^k to 2^(k+1)-1.
+    """
+    first = 1 << (rows // heads).bit_length() >> 1
+    return heads * first, heads * min(max(first, 2 * first - 1), MAX_ROWS // heads)
 
 
 def key(problem: Problem, backend: Backend) -> Key:
     """What this process, device and kernel text look up for a problem."""
-    first, _ = bucket(problem.rows)
+    first, _ = bucket(problem.rows, problem.extras.heads)
     alike = replace(problem, rows=first, eps=0.0, alignment=problem.widest_vec)
-    return _key(alike, backend.device, backend.toolchain)
+    return key_of(alike, backend.device, backend.toolchain)
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _key(problem: Problem, device: DeviceSpec, toolchain: Toolchain) -> Key:
+def key_of(problem: Problem, device: DeviceSpec, toolchain: Toolchain) -> Key:
+    """As :func:`key`, of a problem at the lower end of its bucket, for any device and compiler."""
     choices, seen = [], [whole_text(problem.op)]
-    for rows in bucket(problem.rows):
+    for rows in bucket(problem.rows, problem.extras.heads):
         end = replace(problem, rows=rows)
         try:
             config = ladder.default_config(end, device)
@@ -85,6 +90,7 @@ def _key(problem: Problem, device: DeviceSpec, toolchain: Toolchain) -> Key:
         vec=problem.alignment, rows_from=problem.rows, device=device.name, arch=device.arch,
         compute_units=device.compute_units, compiler=toolchain.compiler, cupy=toolchain.cupy,
         kernels=sha256(seen), ladder=(choices[0], choices[1]), timing=TIMING_PROTOCOL,
+        extras=problem.extras,
     )  # fmt: skip
 
 
@@ -173,7 +179,7 @@ def forget() -> None:
     """Look records up anew, also what other processes have saved since they were last asked for."""
     _memory.clear()
     _told.clear()
-    _key.cache_clear()
+    key_of.cache_clear()
     _known_best.cache_clear()
     _empty_caches()
 

@@ -97,7 +97,7 @@ class Decision:
     @property
     def line(self) -> str:
         """The call to paste."""
-        p = self.problem
+        p, more = self.problem, self.problem.extras
         weight = ["w"] * (p.weight_dtype is not None)
         if p.op == "forward":
             call, arrays = "rmsnorm_fwd", ["x", *weight]
@@ -107,9 +107,12 @@ class Decision:
             if p.has_rstd:
                 arrays.append("rstd" if weight else "rstd=rstd")
             flags = {"need_dx": p.need_dx, "need_dweight": p.need_dweight or not weight}
+        arrays += _extra_arguments(p)
         arrays += [f"{name}=False" for name, value in flags.items() if not value]
         arrays += [f"eps={p.eps!r}"] * (p.eps != Problem.forward(1, 1, "fp32").eps)
-        return f'rr.{call}({", ".join(arrays)}, config="{self.config.slug}")'
+        heads = f"  # x is (..., {more.heads}, {p.cols})" * (more.heads > 1)
+        heads += ", cut out of more heads" * (more.heads > 1 and not more.per_head)
+        return f'rr.{call}({", ".join(arrays)}, config="{self.config.slug}"){heads}'
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         kept = "; its times are simulated, and nothing is kept" if self.simulated else ""
@@ -155,6 +158,27 @@ class Decision:
             f"<Decision {self.problem}: {self.config.slug}, {verdict}; {self.origin}"
             f"{', simulated' * self.simulated}{', interrupted' * self.interrupted}; {self.line}>"
         )
+
+
+def _extra_arguments(problem: Problem) -> list[str]:
+    """What a call is given for a problem's extras; heads are in the shape of x."""
+    more, found = problem.extras, []
+    if problem.op == "forward":
+        found += ["bias=bias"] * (more.bias_dtype is not None)
+        found += ["residual=residual"] * (more.residual_dtype is not None)
+        if more.residual_out_dtype != more.residual_dtype:
+            written = more.residual_out_dtype
+            found.append(f'residual_dtype="{written}"' if written else "residual_out=False")
+        found += [f'casting="{more.casting}"'] * (more.casting != "none")
+        found += [f'out_dtype="{more.out_dtype}"'] * (more.out_dtype is not None)
+        if more.scale != "none":
+            found.append("scale=scale" if more.scale == "static" else 'scale="dynamic"')
+    else:
+        found += ["dresidual_out=dresidual_out"] * (more.residual_out_dtype is not None)
+        found += [f'need_dbias=True, bias_dtype="{more.bias_dtype}"'] * bool(more.bias_dtype)
+        found += [f'dx_dtype="{more.dx_dtype}"'] * (more.dx_dtype is not None)
+        found += [f'residual_dtype="{more.residual_dtype}"'] * (more.residual_dtype is not None)
+    return found + [f"weight_offset={more.weight_offset!r}"] * bool(more.weight_offset)
 
 
 def tune(
@@ -243,7 +267,8 @@ def require_tunable(problem: Problem, effort: str, budget_s: float | None) -> No
         raise InvalidInput(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
     if budget_s is not None and not (isinstance(budget_s, numbers.Real) and budget_s > 0):
         raise InvalidInput(f"a budget of {budget_s!r} s: give seconds above 0, or None")
-    if not (problem.rows and problem.cols) or not (problem.need_dx or problem.need_dweight):
+    wanted = problem.need_dx or problem.need_dweight or problem.extras.bias_dtype
+    if not (problem.rows and problem.cols and wanted):
         raise InvalidInput(f"{problem} launches nothing: there is nothing to tune")
 
 
@@ -255,9 +280,8 @@ def _winner(problem: Problem, backend: Backend) -> Config | None:
 
 def _stays(problem: Problem, backend: Backend) -> Config:
     """What a record has where the ladder stays: its choice at the lower end of the bucket."""
-    return ladder.default_config(
-        replace(problem, rows=store.bucket(problem.rows)[0]), backend.device
-    )
+    first, _ = store.bucket(problem.rows, problem.extras.heads)
+    return ladder.default_config(replace(problem, rows=first), backend.device)
 
 
 def _rank(effort: str) -> int:

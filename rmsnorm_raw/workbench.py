@@ -135,25 +135,35 @@ class Kernel:
     def __call__(self, *arrays: Any) -> ops.Forward | ops.Backward:
         """Run this very source on arrays: k(x, w), or k(dout, x, w, rstd) for backward.
 
-        What the problem does not have (a weight, rstd) is left out. Arrays and results are those of
+        The arrays are those that ``k.problem.operands`` reads, in its order: x, weight, bias,
+        residual, scale; or dout, x, weight, rstd, dresidual_out. What the problem does not have is
+        left out. Arrays and results are those of
         :func:`rmsnorm_fwd` and :func:`rmsnorm_bwd`.
 
         Raises:
             InvalidInput: an array is not what the kernel was built for.
         """
-        p = self.problem
-        names = ["x"] if p.op == "forward" else ["dout", "x"]
-        names += ["weight"] * (p.weight_dtype is not None)
-        names += ["rstd"] * (p.op == "backward" and p.has_rstd)
+        p, more = self.problem, self.problem.extras
+        names = [each.name for each in p.operands if not each.is_output]
         if len(arrays) != len(names):
             raise InvalidInput(f"{self!r} takes ({', '.join(names)}), not {len(arrays)} arrays")
-        given = dict(zip(names, arrays, strict=True))
-        built = ready(p, self.config, self.binary)
-        if p.op == "forward":
-            return ops.rmsnorm_fwd(**given, eps=p.eps, store_rstd=p.store_rstd, config=built)
-        return ops.rmsnorm_bwd(
-            **given, eps=p.eps, need_dx=p.need_dx, need_dweight=p.need_dweight, config=built
-        )
+        given: dict[str, Any] = dict(zip(names, arrays, strict=True))
+        given |= {"eps": p.eps, "weight_offset": more.weight_offset}
+        given["config"] = ready(p, self.config, self.binary)
+        if p.op == "backward":
+            return ops.rmsnorm_bwd(
+                **given, need_dx=p.need_dx, need_dweight=p.need_dweight,
+                need_dbias=more.bias_dtype is not None, bias_dtype=more.bias_dtype,
+                dx_dtype=more.dx_dtype, residual_dtype=more.residual_dtype,
+            )  # fmt: skip
+        if more.scale == "dynamic":
+            given["scale"] = "dynamic"
+        if more.residual_out_dtype is None:
+            given["residual_out"] = False
+        return ops.rmsnorm_fwd(
+            **given, store_rstd=p.store_rstd, casting=more.casting, out_dtype=more.out_dtype,
+            residual_dtype=more.residual_out_dtype,
+        )  # fmt: skip
 
     def check(self, seed: int | None = None) -> check.Verdict:
         """The correctness gate, on fresh data.

@@ -33,7 +33,7 @@ from rmsnorm_raw.backends import Backend, get_backend
 from rmsnorm_raw.backends.cupy_backend import backend_of_device
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import RmsnormRawError
-from rmsnorm_raw.gate import DeviceEngine
+from rmsnorm_raw.gate_device import DeviceEngine
 from rmsnorm_raw.lab import Fault, Lab, Unhealthy
 from rmsnorm_raw.measure import Limits, Regime, Samples
 from rmsnorm_raw.problem import Op, Problem

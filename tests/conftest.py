@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from machines import Machine
 
+from rmsnorm_raw import launch
 from rmsnorm_raw.backends import Backend, available, get_backend, offline
 from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.backends.rocm_libraries import VARIABLE
@@ -22,7 +24,7 @@ from rmsnorm_raw.source import Source
 # no deadline: the first example of a test may compile a kernel. "steady" tries the same examples in
 # every run, so that a build never fails by luck; look further with --hypothesis-profile=explore
 settings.register_profile("steady", deadline=None, derandomize=True)
-settings.register_profile("explore", deadline=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
 
@@ -30,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rmsnorm_raw")
     group.addoption("--sample", type=int, help="of each test, at most so many of its cases")
     group.addoption("--sample-seed", default="0", help="which ones")
+    group.addoption("--fuzz", type=int, default=500, help="so many random problems (test_fuzz.py)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,6 +96,30 @@ def no_rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A made-up machine on which nothing is installed."""
     return Machine(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, launch.Tensor]]:
+    """Where the kernels of calls on arrays found their tensors, call by call."""
+    seen: list[dict[str, launch.Tensor]] = []
+    make_plan = launch.make_plan
+
+    def record(problem: Any, config: Any, binary: Any, tensors: dict[str, launch.Tensor]) -> Any:
+        seen.append(dict(tensors))
+        return make_plan(problem, config, binary, tensors)
+
+    monkeypatch.setattr(launch, "make_plan", record)
+    return seen
+
+
+@pytest.fixture
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch fails the test."""
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("a launch was made")
+
+    monkeypatch.setattr(launch, "run", fail)
 
 
 #: a loop that copies a row to LDS and stores one, with one row in flight

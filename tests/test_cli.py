@@ -473,11 +473,12 @@ def test_a_busy_gpu_is_refused_unless_that_is_allowed_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rmsnorm_raw.study.idle.check", busy)
-    command = ("sweep", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    out = tmp_path / "out"
+    command = ("sweep", "--backend", "cpu", "--rows-cap", "2", "--out", str(out))
     assert "error: 12 train.py has it" in refused(*command)
-    assert list(tmp_path.iterdir()) == []
+    assert not out.exists()
     assert "BUSY: the GPU was not idle" in done(*command, "--allow-busy")
-    looks = json.loads((tmp_path / "environment.json").read_text())["idle"]
+    looks = json.loads((out / "environment.json").read_text())["idle"]
     assert [each["state"] for each in looks] == ["busy", "busy"]
 
 

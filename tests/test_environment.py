@@ -22,6 +22,19 @@ def test_collect_is_json_and_names_every_part() -> None:
     assert facts["packages"]["numpy"]
 
 
+def test_a_package_is_found_under_every_way_to_write_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for written, version in (("liger_kernel", "1.2"), ("Quack.Kernels", "3.4")):
+        folder = tmp_path / f"{written}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {written}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = environment.packages()
+    assert (found["liger-kernel"], found["quack-kernels"]) == ("1.2", "3.4")
+    assert found["ml_dtypes"]
+
+
 def test_a_published_command_names_no_machines_folders() -> None:
     args = ["/home/me/venv/bin/rmsnorm-raw", "sweep", "--quick", "--out", "out/run"]
     assert environment.command(args) == [".../bin/rmsnorm-raw", *args[1:]]

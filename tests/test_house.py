@@ -168,7 +168,7 @@ def test_git_ignores_where_runs_put_their_tables() -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", read(name)):
+    for target in re.findall(r"\]\((?!https?://)([^)# ]+)[^)]*\)", read(name)):
         assert (ROOT / target).exists(), target
 
 
@@ -196,6 +196,19 @@ def test_the_first_commands_are_the_promised_ones_and_ci_runs_the_tests() -> Non
     assert steps == [tests[0], "tox -e gfx950-ci,rocm-ci"]
 
 
+def test_every_feature_of_ours_is_linked_to_a_test_that_is_there() -> None:
+    lines = read("README.md").splitlines()
+    (row,) = (line for line in lines if line.startswith("| **rmsnorm_raw** |"))
+    ours = row.strip("| ").split(" | ")[1:]
+    others = [line.strip("| ").split(" | ")[1:] for line in lines if line.startswith("| Quack (NV")]
+    assert len(ours) == len(others[0]) == 14
+    for cell in ours:
+        links = re.findall(r"\[[^]]+\]\((tests/\S+\.py) \"(\w+)\"\)", cell)
+        assert len(links) == cell.count("](") >= 1
+        for file, test in links:
+            assert f"def {test}(" in read(file), f"{file} has no {test}"
+
+
 def test_the_readme_lists_the_environment_variables() -> None:
     listed = set(re.findall(r"^\| `(RMSNORM_RAW_\w+)`", read("README.md"), re.MULTILINE))
     code = "".join(path.read_text(encoding="utf-8") for path in MODULES)
@@ -216,7 +229,10 @@ def run_python_of_readme(blocks: slice) -> dict[str, Any]:
 def test_the_readmes_python_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     monkeypatch.setenv("RMSNORM_RAW_BACKEND", "cpu")
-    names = run_python_of_readme(slice(2))
+    names = run_python_of_readme(slice(3))
+    assert names["q"].shape == (8, 32, 128)
+    assert names["bwd"].dx.shape == names["fwd"].residual_out.shape
+    assert str(names["served"].y.dtype) == "float8_e4m3fn"
     assert names["model"][1].weight.grad is not None
     assert names["bwd"].dweight.shape == names["weight"].shape
 

@@ -1,4 +1,4 @@
-"""Views of arrays, how they collapse, and how results go back: no kernel runs here."""
+"""Views of arrays, and how results go back: no kernel runs here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rmsnorm_raw import interop
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
-from rmsnorm_raw.interop import CUPY, NUMPY, TORCH, Device, View, collapse, view
+from rmsnorm_raw.interop import CUPY, NUMPY, TORCH, Device, View, view
+from rmsnorm_raw.strides import collapse
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
@@ -30,92 +29,12 @@ def gpu_view(kind: str = "cuda") -> View:
     return View(4096, (2, 2), (2, 1), "float32", 4, Device(kind), True, CUPY, None)  # type: ignore[arg-type]
 
 
-# ---- collapse ------------------------------------------------------------------------------------
-
-
-@st.composite
-def strided(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes and strides: contiguous ones, permuted, sliced, expanded, negative, arbitrary."""
-    shape = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=4)))
-    dense = [1]
-    for size in reversed(shape[1:]):
-        dense.append(dense[-1] * max(1, size) * draw(st.sampled_from([1, 1, 1, 2])))
-    strides = list(reversed(dense))
-    for axis in range(len(shape)):
-        change = draw(st.sampled_from(["keep", "keep", "keep", "zero", "negate", "any"]))
-        if change != "keep":
-            any_stride = draw(st.integers(-9, 9)) if change == "any" else 0
-            strides[axis] = {"zero": 0, "negate": -strides[axis]}.get(change, any_stride)
-    return shape, tuple(strides)
-
-
-def offsets(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """Where each element lies, in C order."""
-    return [sum(i * s for i, s in zip(index, strides, strict=True)) for index in np.ndindex(*shape)]
-
-
-def admissible(found: tuple[int, int, int]) -> bool:
-    return found[2] == 0 or found[2] >= found[1]
-
-
-@given(strided())
-def test_a_collapsed_array_has_each_element_where_it_was(
-    layout: tuple[tuple[int, ...], tuple[int, ...]],
-) -> None:
-    found = collapse(*layout)
-    if found is not None:
-        rows, cols, row_stride = found
-        assert admissible(found)
-        assert offsets((rows, cols), (row_stride, 1)) == offsets(*layout)
-
-
-@given(strided())
-def test_what_does_not_collapse_is_no_matrix_of_dense_rows(
-    layout: tuple[tuple[int, ...], tuple[int, ...]],
-) -> None:
-    """Every (rows, cols, stride) that would do is tried, so no copy is made in vain."""
-    shape, strides = layout
-    if collapse(shape, strides) is None:
-        cols = shape[-1]
-        rows = int(np.prod(shape[:-1]))
-        where = offsets(shape, strides)
-        for row_stride in {0, *range(cols, 200)}:
-            assert offsets((rows, cols), (row_stride, 1)) != where
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "expected"),
-    [
-        ((8,), (1,), (1, 8, 8)),
-        ((8,), (2,), None),
-        ((2, 3, 8), (24, 8, 1), (6, 8, 8)),
-        ((6, 8), (24, 1), (6, 8, 24)),  # q of a packed qkv
-        ((2, 3, 8), (72, 24, 1), (6, 8, 24)),
-        ((2, 3, 8), (100, 24, 1), None),  # two strides
-        ((5, 8), (0, 1), (5, 8, 0)),  # the gradient of a sum
-        ((2, 3, 8), (0, 0, 1), (6, 8, 0)),
-        ((5, 8), (0, 0), None),
-        ((2, 3, 8), (0, 8, 1), None),  # rows repeat, and not all the same
-        ((5, 8), (4, 1), None),  # rows overlap
-        ((5, 8), (-8, 1), None),  # reversed rows
-        ((5, 1), (3, 77), (5, 1, 3)),  # the stride of one element is never used
-        ((1, 8), (3, 1), (1, 8, 8)),  # nor that of one row
-        ((0, 8), (8, 1), (0, 8, 8)),
-        ((5, 0), (1, 1), (5, 0, 0)),
-    ],
-)
-def test_collapse(
-    shape: tuple[int, ...], strides: tuple[int, ...], expected: tuple[int, int, int] | None
-) -> None:
-    assert collapse(shape, strides) == expected
-
-
 # ---- views ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_and_torch_are_seen_alike(dtype: str) -> None:
-    host = np.arange(24, dtype=np.float32).astype(interop.numpy_dtype(dtype)).reshape(2, 3, 4)
+    host = np.arange(24, dtype=np.float32).astype(np.dtype(dtype)).reshape(2, 3, 4)
     tensor = torch.arange(24).to(getattr(torch, dtype)).reshape(2, 3, 4)
     for seen, address, library in (
         (view(host[:, ::2, 1:]), host.ctypes.data, NUMPY),
@@ -291,7 +210,7 @@ def test_a_traced_jax_array_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_contiguous_copies_the_bits(dtype: str) -> None:
-    host = np.random.default_rng(0).standard_normal((4, 6, 5)).astype(interop.numpy_dtype(dtype))
+    host = np.random.default_rng(0).standard_normal((4, 6, 5)).astype(np.dtype(dtype))
     tensor = torch.randn(4, 6, 5).to(getattr(torch, dtype)).requires_grad_()
     for array in (host.transpose(1, 2, 0), tensor.permute(1, 2, 0), tensor[..., 2]):
         copy = interop.contiguous(view(array))

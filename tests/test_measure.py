@@ -99,6 +99,15 @@ def test_a_call_that_waits_for_the_device_has_no_time(
     assert gpu.host_us < 10e6  # found out in seconds
 
 
+def test_a_batch_that_fills_the_channel_is_not_the_calls_fault(make_gpu: Make) -> None:
+    """A model's block is a hundred launches of 10 ms: a dozen of it are more than 1024."""
+    gpu = make_gpu(channel=8)
+    samples = time_calls([gpu.call("block", 11_000.0, host_us=100.0)], gpu, warmup_s=0.5)
+    assert samples.times_us == pytest.approx([11_000.0] * len(samples.times_us))
+    assert len(samples.times_us) >= 12
+    assert gpu.host_us < 5e6
+
+
 # ---- the order of things -----------------------------------------------------------------------
 
 

@@ -1,21 +1,16 @@
-"""NVRTC without a GPU: every kernel builds for sm_90 with no warning, vectors keep their size.
-
-The wheel ``nvidia-cuda-nvrtc`` carries the library; ctypes is enough to drive it.
-"""
+"""NVRTC without a GPU: every kernel builds for sm_90 with no warning, vectors keep their size."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import re
-from functools import cache
-from pathlib import Path
 
+import nvrtc
 import pytest
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.dtypes import DTYPE_BYTES
+from rmsnorm_raw.gate_device import REFERENCE
 from rmsnorm_raw.kernels import prelude
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.problem import Problem
@@ -24,37 +19,10 @@ from rmsnorm_raw.source import Source, render, target_defines
 SM_90 = KNOWN["sm_90"]
 
 
-@cache
-def library() -> ctypes.CDLL:
-    spec = importlib.util.find_spec("nvidia")
-    folders = spec.submodule_search_locations if spec else None
-    found = [lib for f in folders or () for lib in Path(f).rglob("libnvrtc.so*")]
-    if not found:
-        pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc")
-    return ctypes.CDLL(str(found[0]))
-
-
 def compile_ptx(source: Source) -> tuple[str, str]:
     """(PTX, log) of a source built for sm_90; raises with the log where NVRTC refuses."""
-    nvrtc, program, size = library(), ctypes.c_void_p(), ctypes.c_size_t()
-    nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), source.text.encode(), source.name.encode(), 0, None, None
-    )
-    options = [b"-arch=sm_90", b"-std=c++17"]
-    options += [f"-D{name}={value}".encode() for name, value in source.defines]
-    status = nvrtc.nvrtcCompileProgram(
-        program, len(options), (ctypes.c_char_p * len(options))(*options)
-    )
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    if status:
-        raise ValueError(log.value.decode())
-    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
-    ptx = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    return ptx.value.decode(), log.value.decode()
+    ptx, log = nvrtc.compiled(source.name, source.text, source.defines)
+    return ptx.rstrip(b"\0").decode(), log
 
 
 CASES = [
@@ -113,6 +81,13 @@ def test_every_kernel_builds_without_a_warning(problem: Problem, slug: str | Non
     assert ("nanosleep.u32" in ptx) == config.paced
     assert ptx.count("griddepcontrol") == 2 * (config.finish == "early")
     assert ("atom.global.add.u32" in ptx) == (config.paced or config.finish == "last_block")
+
+
+def test_the_gate_s_own_kernels_build_without_a_warning() -> None:
+    ptx, log = compile_ptx(REFERENCE)
+    assert log.strip("\0\n ") == ""
+    for name in REFERENCE.entry_points:
+        assert f".entry {name}(" in ptx
 
 
 def test_blocks_of_a_cluster_meet_before_they_store_and_wait_for_all_bytes() -> None:

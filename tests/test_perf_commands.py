@@ -72,7 +72,7 @@ def test_a_missing_peer_is_named_and_fails_nothing(overhead: ModuleType) -> None
     assert all(holds for _, holds in found)
 
 
-@pytest.mark.parametrize("command", ["overhead", "model"])
+@pytest.mark.parametrize("command", ["overhead", "model", "whole_operator"])
 def test_a_command_wants_a_gpu(command: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"perf.{command}", "--out", str(tmp_path)],

@@ -13,7 +13,8 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import Verdict, verify, write_inputs
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import SimulatorError, WrongResult
-from rmsnorm_raw.gate import DeviceEngine, HostEngine
+from rmsnorm_raw.gate import HostEngine
+from rmsnorm_raw.gate_device import DeviceEngine
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.module import Binary, build

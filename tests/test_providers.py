@@ -15,6 +15,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import clone_plans
 from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study import peer_gate
 from rmsnorm_raw.study import providers as study
 from rmsnorm_raw.study.cells import cells
 from rmsnorm_raw.study.providers import Cell, judge, providers, recorded_winner
@@ -75,7 +76,7 @@ def test_the_gates_reference_is_the_packages(
     op: str, dtype: str, weight: str, cpu64: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float64 results of the package's own reference have next to no error by torch's."""
-    monkeypatch.setattr(study, "GATE_ELEMENTS", 8 * COLS)  # several blocks and a rest
+    monkeypatch.setattr(peer_gate, "GATE_ELEMENTS", 8 * COLS)  # several blocks and a rest
     cell = cell_of(op, cpu64, dtype, weight)
     x, w = (cell.inputs[0][name].double().numpy() for name in ("x", "weight"))
     eps = cell.problem.eps
@@ -103,7 +104,7 @@ def right(cell: Cell) -> list[Any]:
 def test_an_output_passes_up_to_its_limit(output: str, dtype: str, cpu64: Backend) -> None:
     cell = cell_of("forward" if output == "y" else "backward", cpu64, dtype)
     names = study.OUTPUTS[cell.problem.op]
-    limit = study.LIMITS[cell.problem.dtype]
+    limit = peer_gate.LIMITS[cell.problem.dtype]
     for share, passes in ((0.99, True), (1.01, False)):
         outputs = right(cell)
         outputs[names.index(output)] *= 1 + share * limit

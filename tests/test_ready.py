@@ -15,8 +15,9 @@ from rmsnorm_raw import ladder, launch, store
 from rmsnorm_raw.backends import Backend, cpu, host_compiler
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
 from rmsnorm_raw.interop import Device
+from rmsnorm_raw.launch import Tensor, dense_tensor
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.ready import prepare, serving
+from rmsnorm_raw.ready import alignment_bytes_of, prepare, serving
 
 CPU = Device("cpu", 0)
 PROBLEM = Problem.forward(5, 256, "fp32")
@@ -150,3 +151,64 @@ def test_explain_says_what_is_in_use_where_it_is_not_the_ladders(
 def test_a_device_that_is_not_here_has_the_ladders_config() -> None:
     kernel = rr.build(Problem.forward(64, 4096, "bf16"), device="gfx950")
     assert kernel.origin == "ladder"
+
+
+# ---- alignment -----------------------------------------------------------------------------------
+
+#: x in bf16, so that 16 bytes hold 8 elements; the others' sizes are all that there are
+FORWARD = Problem.forward(
+    12, 64, "bf16", weight_dtype="fp32", bias_dtype="bf16", residual_dtype="fp32",
+    residual_out_dtype="bf16", out_dtype="float8_e4m3fn", scale="dynamic", heads=3, per_head=True,
+)  # fmt: skip
+BACKWARD = Problem.backward(
+    12, 64, "fp32", weight_dtype="bf16", bias_dtype="fp32", out_dtype="bf16", dx_dtype="fp16",
+    residual_dtype="fp32", dresidual_out_dtype="bf16",
+)  # fmt: skip
+ELEMENT = {"float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def dense(problem: Problem) -> dict[str, Tensor]:
+    return {each.name: dense_tensor(problem, each.name, 4096) for each in problem.operands}
+
+
+@pytest.mark.parametrize(
+    ("problem", "name", "field"),
+    [
+        pytest.param(problem, each.name, field, id=f"{problem.op}-{each.name}-{field}")
+        for problem in (FORWARD, BACKWARD)
+        for each in problem.operands
+        for field in ("address", "row_stride", "head_stride")
+        if each.is_matrix or field == "address"
+    ],
+)
+@pytest.mark.parametrize("elements", [1, 2, 4, 8])
+def test_alignment_is_of_every_tensor(
+    problem: Problem, name: str, field: str, elements: int
+) -> None:
+    """A tensor that is aligned to so many of its elements has no more of them moved at once.
+
+    Or to 16 bytes of them, for more are moved in pieces. Those of a row are moved one by one.
+    """
+    places = dense(problem)
+    assert alignment_bytes_of(problem, places) == 16
+    (operand,) = (each for each in problem.operands if each.name == name)
+    whole, each_bytes = 16 // problem.element_bytes, ELEMENT[operand.dtype]
+    off = elements * (each_bytes if field == "address" else 1)
+    place = places[name]
+    places[name] = place._replace(**{field: getattr(place, field) + off})
+    enough = name in ("rstd", "scale") or elements * each_bytes % 16 == 0
+    moved = whole if enough else min(elements, whole)
+    assert alignment_bytes_of(problem, places) == moved * problem.element_bytes
+
+
+def test_tensors_that_are_not_named_are_taken_to_be_aligned() -> None:
+    assert alignment_bytes_of(FORWARD, {}) == 16
+    assert alignment_bytes_of(FORWARD, {"x": Tensor(4096 + 2, 192, 64)}) == 2
+
+
+def test_what_differs_is_said_of_extras_too(cpu64: Backend) -> None:
+    built = prepare(PROBLEM, 16, None, CPU)
+    other = Problem.forward(5, 256, "fp32", weight_offset=1.0, bias_dtype="bf16")
+    words = "built for bias_dtype=None, weight_offset=0.0, and .*='bfloat16', weight_offset=1.0"
+    with pytest.raises(InvalidInput, match=words):
+        serving(built, other, 16, CPU)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rmsnorm_raw.config import Config
+from rmsnorm_raw.extras import Extras
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.records import SCHEMA, Damaged, Key, Record, document, parse, sha256
 
@@ -59,16 +60,43 @@ def test_a_time_that_is_no_number_is_not_written() -> None:
 
 
 def test_other_fields_want_another_schema() -> None:
-    """Whoever changes the fields raises SCHEMA, and then writes the new ones down here."""
+    """Whoever changes the fields raises SCHEMA, and then writes the new ones down here.
+
+    ``extras`` came later under the same schema: a key without any is written as it was before.
+    """
     assert SCHEMA == 1
     assert [field.name for field in fields(Key)] == [
         "schema", "op", "cols", "dtype", "weight_dtype", "store_rstd", "has_rstd", "need_dx",
         "need_dweight", "vec", "rows_from", "device", "arch", "compute_units", "compiler", "cupy",
-        "kernels", "ladder", "timing",
+        "kernels", "ladder", "timing", "extras",
     ]  # fmt: skip
     assert [field.name for field in fields(Record)] == [
         "config", "reason", "samples", "counts", "environment", "effort"
     ]  # fmt: skip
+
+
+EXTRAS = [
+    Extras(bias_dtype="float32"),
+    Extras(residual_out_dtype="bfloat16"),
+    Extras(residual_dtype="bfloat16"),
+    Extras(out_dtype="float32"),
+    Extras(dx_dtype="float16"),
+    Extras(heads=32),
+]
+
+
+def test_a_key_with_extras_reads_back_and_is_another() -> None:
+    keys = [KEY, *(replace(KEY, cols=4096, extras=extras) for extras in EXTRAS)]
+    assert len({key.digest for key in keys}) == len(keys)
+    text = document([(key, RECORD) for key in keys])
+    assert parse(text.encode()) == dict.fromkeys(keys, RECORD)
+    whole = json.loads(document([(keys[1], RECORD)]))
+    assert whole["records"][0]["key"]["extras"] == {"bias_dtype": "float32"}
+
+
+def test_a_key_without_extras_is_written_as_before_there_were_any() -> None:
+    assert b"extras" not in TEXT
+    assert KEY.digest == "e503820e4bc01a0ce6bdda6056b8e9abfb10143b5e50a34f3fe18da98f643765"
 
 
 @pytest.mark.parametrize("schema", [0, 2, "1", None, [1]])
@@ -93,6 +121,10 @@ def test_other_json_is_damaged(text: str) -> None:
         ("key", {"cols": [1]}),
         ("key", {"more": 1}),
         ("key", {"ladder": 1}),
+        ("key", {"extras": {"no_such": 1}}),
+        ("key", {"extras": ["bias_dtype"]}),
+        ("key", {"extras": {"scale": "dynamic"}}),  # there is no such problem
+        ("key", {"extras": {"weight_offset": "1"}}),
         ("record", {"more": 1}),
         ("record", {"config": "b512-lds4x"}),
         ("record", {"config": None}),

@@ -35,6 +35,7 @@ from rmsnorm_raw.study.runs import (
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "perf/results/nvidia-h200/2026-11-30"
+SWEEP = ROOT / "perf/results/nvidia-h200/2026-11-30-sweep"
 Row = dict[str, str]
 
 
@@ -202,9 +203,31 @@ def test_amds_published_figures_stand_beside_with_percents_of_the_same_probe() -
 # ---- the committed run ---------------------------------------------------------------------------
 
 
-def test_the_committed_page_is_what_its_run_gives() -> None:
-    assert report.make([RESULTS]).faults() == []
-    assert (RESULTS / "report.png").stat().st_size > 10_000
+@pytest.mark.parametrize("folder", [RESULTS, SWEEP], ids=lambda folder: folder.name)
+def test_a_committed_page_is_what_its_run_gives(folder: Path) -> None:
+    assert report.make([folder]).faults() == []
+    assert (folder / "report.png").stat().st_size > 10_000
+
+
+def test_the_committed_sweep_is_whole() -> None:
+    """All cells by the ladder and every peer of the record, at full size, none without a time."""
+    rows = rows_of(SWEEP / "sweep.csv")
+    names = {row["provider"] for row in rows}
+    assert names == {"ours", "quack", "quack_searched", "liger", "torch"}
+    for name in names:
+        mine = [row for row in rows if row["provider"] == name and row["path"] != "tuned"]
+        cells = [cell_of(row) for row in mine]
+        assert len(cells) == 90
+        assert set(cells) == study_cells()
+    assert [row["config"] for row in rows if row["path"] == "tuned"] == ["b256-t256-v8-reg-lk"]
+    assert {(row["verdict"], row["simulated"]) for row in rows} == {("PASS", "false")}
+    assert all(row["rows_run"] == row["m"] for row in rows)
+    facts = json.loads((SWEEP / "environment.json").read_text(encoding="utf-8"))
+    assert facts["finished"]
+    assert not facts["suspect"]
+    assert [look["state"] for look in facts["idle"]] == ["idle", "idle"]
+    (session,) = facts["sessions"]
+    assert session["wall_s"] < 480
 
 
 def test_the_committed_page_has_the_readmes_means() -> None:
@@ -831,11 +854,12 @@ def comparison_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("stem", ["report", "comparison"])
+@pytest.mark.parametrize("what", ["suites", "sweep", "comparison"])
 def test_a_page_can_be_read_in_a_browser(
-    stem: str, width: int, scheme: str, browser: Browser, comparison_folder: Path, tmp_path: Path
+    what: str, width: int, scheme: str, browser: Browser, comparison_folder: Path, tmp_path: Path
 ) -> None:
-    folder = RESULTS if stem == "report" else comparison_folder
+    folder = {"suites": RESULTS, "sweep": SWEEP, "comparison": comparison_folder}[what]
+    stem = "comparison" if what == "comparison" else "report"
     browser.messages.clear()
     browser.open(folder / f"{stem}.html", width, scheme)
     assert browser.run("innerWidth") == width

@@ -12,6 +12,7 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN, SIMULATED
 from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import WrongResult
+from rmsnorm_raw.lab import few_rows
 from rmsnorm_raw.measure import Regime
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.search import GATE_ROWS, SIMULATED_CANDIDATES, Search, SearchFailed
@@ -76,6 +77,34 @@ def test_rows_inside_a_bucket_are_played_too() -> None:
     search.run()
     assert search.config == GOOD
     assert list(dict.fromkeys(f.rows for f in search.finals)) == [9000, 8192, 16383]
+
+
+def test_rows_of_several_heads_are_whole_tokens() -> None:
+    """The gate's rows, those asked for, and the ends of the bucket, which is one of tokens."""
+    problem = Problem.forward(3 * 9000, 4096, "bf16", heads=3, per_head=True)
+    good = Config.parse("b256-t256-v16")
+    base = ladder.default_config(problem, H200)
+    assert good != base
+    steps = FakeSteps(lambda p, config, regime: 90.0 if config == good else 100.0)
+    search = Search(problem, H200, steps, QUICK, clock=steps.clock, known=good)
+    search.run()
+    assert search.config == good
+    assert list(dict.fromkeys(f.rows for f in search.finals)) == [27000, 3 * 8192, 3 * 16383]
+    assert next(p.rows for name, p, _ in steps.log if name == "gate") == 3 * 1367
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "most", "few"),
+    [
+        (9000, 1, 4099, 4099),
+        (7, 1, 4099, 7),
+        (27000, 3, 67, 69),
+        (3, 3, 67, 3),
+        (640, 128, 67, 128),
+    ],
+)
+def test_few_rows_are_an_odd_number_of_tokens(rows: int, heads: int, most: int, few: int) -> None:
+    assert few_rows(Problem.forward(rows, 64, "bf16", heads=heads), most).rows == few
 
 
 def test_the_best_of_several_wins() -> None:

@@ -12,7 +12,18 @@ import pytest
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.errors import InvalidConfig
-from rmsnorm_raw.kernels import backward, blocks, finish, forward, pace, prelude, ring, rows
+from rmsnorm_raw.kernels import (
+    backward,
+    backward_two_pass,
+    blocks,
+    extras,
+    finish,
+    forward,
+    pace,
+    prelude,
+    ring,
+    rows,
+)
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 
@@ -21,6 +32,7 @@ GFX950, SM_90 = KNOWN["gfx950"], KNOWN["sm_90"]
 MODULES = {
     "prelude": prelude, "rows": rows, "blocks": blocks, "ring": ring, "pace": pace,
     "finish": finish, "forward": forward, "backward": backward,
+    "backward_two_pass": backward_two_pass, "extras": extras,
 }  # fmt: skip
 TEXTS = {name: module.TEXT for name, module in MODULES.items()}
 

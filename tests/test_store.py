@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from rmsnorm_raw.backends import Toolchain
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
+from rmsnorm_raw.extras import NO_EXTRAS
 from rmsnorm_raw.kernels import forward, pace
 from rmsnorm_raw.problem import MAX_ROWS, Problem
 from rmsnorm_raw.records import Key, Record, document
@@ -137,6 +139,66 @@ def test_another_problem_has_another_record(other: Problem) -> None:
 def test_another_backward_has_another_record(flag: str) -> None:
     save(key(BACKWARD, gpu()), record())
     assert lookup(key(replace(BACKWARD, **{flag: False}), gpu())) is None
+
+
+WITH_EXTRAS = [
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", bias_dtype="fp32"),
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", residual_dtype="bf16"),
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", residual_dtype="fp32"),
+    Problem.forward(
+        1000, 4096, "bf16", weight_dtype="fp32", residual_dtype="bf16", residual_out_dtype="fp32"
+    ),
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", out_dtype="fp32"),
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", weight_offset=1.0),
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", casting="llama"),
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", heads=2),
+    Problem.forward(1000, 4096, "bf16", weight_dtype="fp32", heads=2, per_head=True),
+    Problem.forward(
+        1000, 4096, "bf16", weight_dtype="fp32", out_dtype="float8_e4m3fn", scale="dynamic"
+    ),
+    Problem.forward(
+        1000, 4096, "bf16", weight_dtype="fp32", out_dtype="float8_e4m3fn", scale="static"
+    ),
+]
+
+
+def keyed(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Key:
+    """The key, whatever the kernels of such a problem are."""
+    choice = ladder.default_config(replace(problem, extras=NO_EXTRAS), KNOWN["sm_90"])
+    monkeypatch.setattr(ladder, "default_config", lambda *_: choice)
+    monkeypatch.setattr(store, "render", lambda *_: SimpleNamespace(digest="one text"))
+    store.forget()
+    return key(problem, gpu())
+
+
+def test_a_record_is_served_to_no_problem_with_other_extras(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even where kernels and configs were the same to the letter."""
+    keys = [keyed(problem, monkeypatch) for problem in (FORWARD, *WITH_EXTRAS)]
+    for owner in keys:
+        save(owner, record())
+        assert [lookup(other) is not None for other in keys] == [other == owner for other in keys]
+        path = store._path(owner)
+        store.forget()
+        path.unlink()
+    for each, problem in zip(keys[1:], WITH_EXTRAS, strict=True):
+        assert each.problem.extras == problem.extras
+        assert key(each.problem, gpu()) == each
+
+
+def test_a_bucket_of_several_heads_is_one_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.bucket(3 * 1000, heads=3) == (3 * 512, 3 * 1023)
+    assert store.bucket(0, heads=3) == (0, 0)
+    first, last = store.bucket(MAX_ROWS // 3 * 3, heads=3)
+    assert first <= last <= MAX_ROWS
+    assert first % 3 == last % 3 == 0
+    problem = Problem.forward(3 * 1000, 128, "bf16", heads=3, per_head=True)
+    found = keyed(problem, monkeypatch)
+    assert found.rows_from == 3 * 512
+    assert found.problem == replace(problem, rows=3 * 512)
+    assert keyed(replace(problem, rows=3 * 600), monkeypatch) == found
+    assert keyed(replace(problem, rows=3 * 1024), monkeypatch) != found
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])

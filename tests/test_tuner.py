@@ -8,17 +8,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from planted_lab import FakeSteps, PlantedLab
 from test_search import BEST, GOOD, H200, KEPT, LADDER, PROBLEM, times
 from virtual_gpu import VirtualGpu
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import ladder, store, tuner
+from rmsnorm_raw import ladder, launch, store, tuner
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import BackendUnavailable, InvalidInput
+from rmsnorm_raw.extras import Extras
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Outcome
 from rmsnorm_raw.worker import Worker
@@ -77,6 +79,22 @@ def test_a_decision_says_what_why_and_what_to_paste() -> None:
             Problem.forward(8192, 8192, "bf16", weight_dtype=None, store_rstd=False),
             "rr.rmsnorm_fwd(x, store_rstd=False, config=",
         ),
+        (
+            Problem.forward(
+                8192, 8192, "bf16", bias_dtype="bf16", residual_dtype="bf16", casting="llama",
+                residual_out_dtype="fp32", out_dtype="fp32", weight_offset=1.0, store_rstd=False,
+            ),
+            'rr.rmsnorm_fwd(x, w, bias=bias, residual=residual, residual_dtype="float32", '
+            'casting="llama", out_dtype="float32", weight_offset=1.0, store_rstd=False, config=',
+        ),
+        (
+            Problem.backward(
+                8192, 8192, "fp32", dresidual_out_dtype="bf16", bias_dtype="fp16", dx_dtype="bf16",
+                residual_dtype="fp32",
+            ),
+            "rr.rmsnorm_bwd(dout, x, w, rstd, dresidual_out=dresidual_out, need_dbias=True, "
+            'bias_dtype="float16", dx_dtype="bfloat16", residual_dtype="float32", config=',
+        ),
     ],
 )  # fmt: skip
 def test_the_line_calls_what_was_tuned(problem: Problem, line: str) -> None:
@@ -90,6 +108,41 @@ def test_the_pasted_line_runs(cpu64: Backend, monkeypatch: pytest.MonkeyPatch) -
     w, rstd = rr.array.randn(64, seed=2, backend="cpu"), rr.array.randn(3, seed=3, backend="cpu")
     names = {"rr": rr, "x": x, "dout": dout, "w": w, "rstd": rstd}
     assert eval(decision.line, names).dx.shape == (3, 64)
+
+
+LINES = [
+    Problem.forward(6, 64, "fp32", residual_dtype="bf16", bias_dtype="fp32", weight_offset=0.5),
+    Problem.forward(6, 64, "fp32", residual_dtype="bf16", residual_out_dtype=None),
+    Problem.forward(6, 64, "fp32", out_dtype="float8_e4m3fn", scale="dynamic", casting="llama"),
+    Problem.forward(6, 64, "fp32", out_dtype="float8_e4m3fn", scale="static"),
+    Problem.forward(6, 64, "fp32", heads=2, per_head=True),
+    Problem.backward(
+        6, 64, "fp32", bias_dtype="bf16", dresidual_out_dtype="bf16", residual_dtype="bf16"
+    ),
+]
+
+
+@pytest.mark.parametrize("problem", LINES, ids=str)
+def test_the_pasted_line_runs_the_problem_that_was_tuned(
+    problem: Problem, cpu64: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decision = rr.tune(problem, "none", backend=cpu64)
+    arrays = {}
+    for operand in problem.operands:
+        shape: tuple[int, ...] = (operand.cols,)
+        if operand.is_matrix:
+            shape = (operand.rows, problem.extras.heads, problem.cols)
+        elif operand.name == "rstd":
+            shape = (operand.rows, 1)
+        elif operand.cols > problem.cols:
+            shape = (problem.extras.heads, problem.cols)
+        if not operand.is_output:
+            arrays[operand.name] = np.ones(shape, np.dtype(operand.dtype))
+    launched = []
+    make_plan = launch.make_plan
+    monkeypatch.setattr(launch, "make_plan", lambda p, *_: launched.append(p) or make_plan(p, *_))
+    eval(decision.line, {"rr": rr, "w": arrays.pop("weight"), **arrays})
+    assert launched == [problem]
 
 
 def test_where_the_ladder_stays_the_decision_says_so() -> None:
@@ -118,9 +171,14 @@ def test_wrong_arguments_are_refused() -> None:
     for nothing in (
         Problem.forward(0, 64, "fp32"),
         Problem.backward(8, 64, "fp32", need_dx=False, need_dweight=False),
+        Problem.backward(
+            8, 64, "fp32", need_dx=False, need_dweight=False, dresidual_out_dtype="fp32"
+        ),
     ):
         with pytest.raises(InvalidInput, match="launches nothing"):
             tuned(faster(), nothing)
+    alone = Problem.backward(8, 64, "fp32", need_dx=False, need_dweight=False, bias_dtype="fp32")
+    assert tuned(FakeSteps(times()), alone).origin == "searched"
 
 
 def test_what_cannot_be_searched_is_refused_before_a_worker_starts(cpu64: Backend) -> None:
@@ -184,6 +242,17 @@ def test_a_search_that_timed_nothing_leaves_no_record() -> None:
     assert "the budget of 8 s ended before a candidate was gated" in decision.why
     assert "\n0 correct, " in str(decision)
     assert store.lookup(store.key(PROBLEM, GPU)) is None
+
+
+def test_a_winner_is_of_the_whole_operation_that_it_was_found_for() -> None:
+    whole = replace(PROBLEM, extras=Extras(bias_dtype="bfloat16"))
+    base = ladder.default_config(whole, GPU.device)
+    steps = FakeSteps(lambda problem, config, regime: 90.0 if config == GOOD else 100.0)
+    assert base != GOOD
+    assert tuned(steps, whole).config == GOOD
+    assert store.resolve(whole, GPU) == (GOOD, "tuned")
+    for other in (PROBLEM, replace(PROBLEM, extras=Extras(bias_dtype="float32"))):
+        assert store.resolve(other, GPU)[1] == "ladder"
 
 
 AT_ONCE_S = 1e-9  # a budget that ends in the first round
@@ -298,6 +367,24 @@ def test_a_search_in_the_simulator_gates_and_decides_nothing(cpu32: Backend) -> 
     assert "FASTER" not in table
     assert "SLOWER" not in table
     assert not store.folder().exists()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem.forward(
+            9, 256, "bf16", bias_dtype="fp32", residual_dtype="bf16", heads=3, per_head=True
+        ),
+        Problem.backward(9, 256, "bf16", bias_dtype="fp32", dresidual_out_dtype="bf16"),
+    ],
+    ids=str,
+)
+def test_a_search_of_the_whole_operation_gates_its_candidates(
+    problem: Problem, cpu32: Backend
+) -> None:
+    decision = rr.tune(problem, backend=cpu32)
+    assert decision.counts["correct"] > 5, decision
+    assert not any(decision.counts.get(kind) for kind in ("compile", "runtime", "correctness"))
 
 
 def test_a_true_search_goes_on_past_planted_faults(cpu32: Backend) -> None:

@@ -320,6 +320,108 @@ def test_leading_dimensions_and_the_library_come_back(forward: Kernel) -> None:
     assert tuple(result.rstd.shape) == (5, 1)
 
 
+def arrays_of(problem: rr.Problem) -> list[np.ndarray]:
+    """An array for each tensor that a problem reads, in its order."""
+    heads, found = problem.extras.heads, []
+    for operand in problem.operands:
+        if operand.is_output:
+            continue
+        shape: tuple[int, ...] = (operand.cols,)
+        if operand.is_matrix:
+            shape = (operand.rows, heads, problem.cols)
+        elif operand.name == "rstd":
+            shape = (problem.tokens, heads)
+        elif operand.cols > problem.cols:
+            shape = (heads, problem.cols)
+        found.append(np.abs(normal(*shape, dtype=operand.dtype)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("problem", "names", "asked"),
+    [
+        (
+            rr.Problem.forward(
+                5, 256, "bf16", bias_dtype="fp32", residual_dtype="fp32", weight_offset=1.0,
+                casting="llama", out_dtype="fp16", residual_out_dtype="bf16", eps=1e-3,
+            ),
+            ["x", "weight", "bias", "residual"],
+            {
+                "weight_offset": 1.0, "casting": "llama", "out_dtype": "fp16", "eps": 1e-3,
+                "residual_dtype": "bf16",
+            },
+        ),
+        (
+            rr.Problem.forward(5, 256, "bf16", residual_dtype="bf16", residual_out_dtype=None),
+            ["x", "weight", "residual"],
+            {"residual_out": False},
+        ),
+        (
+            rr.Problem.forward(5, 256, "fp32", out_dtype="float8_e4m3fn", scale="static"),
+            ["x", "weight", "scale"],
+            {"out_dtype": "fp8"},
+        ),
+        (
+            rr.Problem.forward(
+                15, 256, "bf16", out_dtype="float8_e4m3fn", scale="dynamic", heads=3, per_head=True
+            ),
+            ["x", "weight"],
+            {"out_dtype": "fp8", "scale": "dynamic"},
+        ),
+        (rr.Problem.forward(15, 256, "bf16", heads=3), ["x", "weight"], {}),
+        (
+            rr.Problem.backward(
+                5, 256, "fp32", bias_dtype="bf16", dresidual_out_dtype="fp16", out_dtype="bf16",
+                dx_dtype="bf16", residual_dtype="fp32", weight_offset=0.5,
+            ),
+            ["dout", "x", "weight", "rstd", "dresidual_out"],
+            {
+                "need_dbias": True, "bias_dtype": "bf16", "dx_dtype": "bf16",
+                "residual_dtype": "fp32", "weight_offset": 0.5,
+            },
+        ),
+        (
+            rr.Problem.backward(15, 256, "bf16", residual_dtype="bf16", heads=3, has_rstd=False),
+            ["dout", "x", "weight"],
+            {"residual_dtype": "bf16"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_call_of_the_whole_operation(
+    cpu64: Backend, problem: rr.Problem, names: list[str], asked: dict[str, Any]
+) -> None:
+    kernel, arrays = rr.build(problem, backend=cpu64), arrays_of(problem)
+    if problem.extras.heads == 1:
+        arrays = [a.reshape(a.shape[0], -1) if a.ndim == 3 else a for a in arrays]
+        arrays = [
+            a.reshape(-1) if name == "rstd" else a for a, name in zip(arrays, names, strict=True)
+        ]
+    got = kernel(*arrays)
+    call = rr.rmsnorm_fwd if problem.op == "forward" else rr.rmsnorm_bwd
+    want = call(**dict(zip(names, arrays, strict=True)), **asked)
+    for name in (*want._fields, *vars(want)):
+        one, other = getattr(got, name), getattr(want, name)
+        assert (one is None) == (other is None), name
+        assert one is None or one.tobytes() == other.tobytes(), name
+    with pytest.raises(InvalidInput, match=re.escape(f"takes ({', '.join(names)}), not")):
+        kernel(*arrays[:-1])
+
+
+def test_kernels_of_several_heads_want_their_rows(cpu64: Backend) -> None:
+    kernel = rr.build(rr.Problem.forward(15, 256, "bf16", heads=3), backend=cpu64)
+    x, weight = normal(15, 256), normal(256)
+    want = rr.rmsnorm_fwd(x, weight).y.tobytes()
+    for shape in ((15, 256), (5, 3, 256), (3, 5, 256)):  # rows are numbered the same way in each
+        assert kernel(x.reshape(shape), weight).y.tobytes() == want
+    packed = np.empty((5, 6, 256), x.dtype)
+    packed[:, :3] = x.reshape(5, 3, 256)
+    assert kernel(packed[:, :3], weight).y.tobytes() == want
+    with pytest.raises(InvalidInput, match="rows is 16, not a multiple of the 3 heads"):
+        kernel(normal(16, 256), weight)
+    with pytest.raises(InvalidInput, match=r"per_head=False.*per_head=True"):
+        kernel(x.reshape(5, 3, 256), normal(3, 256))
+
+
 X, WEIGHT = normal(5, 256), normal(256, dtype="float32")
 
 

@@ -72,13 +72,16 @@ def wide(tensor: Tensor) -> np.ndarray:
     return host.reshape(-1, host.shape[-1])
 
 
-def check(output: str, got: Tensor, want: np.ndarray, scale: np.ndarray) -> None:
+def check(
+    output: str, got: Tensor, want: np.ndarray, scale: np.ndarray, slack: np.ndarray | float = 0.0
+) -> None:
     """Hold a tensor within the bounds of its kind."""
     if not want.size:
         return
     dtype = str(got.dtype).removeprefix("torch.")
     factor = bounds.bound_factor(output, CHAIN)
-    worst = bounds.worst_of(bits(got).reshape(want.shape), want, scale, factor, dtype)
+    stored = bits(got).reshape(want.shape)
+    worst = bounds.worst_of(stored, want, scale, factor, dtype, slack=slack)
     assert worst.ratio <= 1, (output, worst)
 
 

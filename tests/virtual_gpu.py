@@ -39,16 +39,19 @@ class VirtualGpu:
         copy_cost_us: float = 1.0,
         copy_us: float = 60.0,
         clock: Callable[[float], float] = lambda busy_us: 1.0,
+        channel: int | None = None,
     ) -> None:
         self.device = device
         self.host_cost_us = host_cost_us
         self.copy_cost_us = copy_cost_us
         self.copy_us = copy_us
+        self.channel = channel  # most launches that wait for the device; then the host waits too
         self.clock = clock  # slowness of the device, by its busy time so far
         self.host_us = 0.0
         self.idle_us = 0.0
         self.busy_us = 0.0
         self.log: list[str] = []
+        self.ends_us: list[float] = []
         self.allocated: list[int] = []
 
     def perf_counter(self) -> float:
@@ -60,6 +63,9 @@ class VirtualGpu:
         self.idle_us = max(self.idle_us, self.host_us) + took_us
         self.busy_us += took_us
         self.log.append(name)
+        self.ends_us.append(self.idle_us)
+        if self.channel is not None and len(self.ends_us) > self.channel:
+            self.host_us = max(self.host_us, self.ends_us[-self.channel - 1])
 
     def call(
         self,

@@ -8,6 +8,7 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.kernels import (
     backward,
+    backward_two_pass,
     blocks,
     extras,
     finish,
@@ -23,7 +24,9 @@ from rmsnorm_raw.source import render
 GOLDEN = Path(__file__).parent / "golden"
 
 if __name__ == "__main__":
-    for module in (prelude, rows, extras, blocks, ring, pace, finish, forward, backward):
+    for module in (
+        prelude, rows, extras, blocks, ring, pace, finish, forward, backward, backward_two_pass,
+    ):  # fmt: skip
         name = module.__name__.rsplit(".", 1)[1]
         (GOLDEN / f"{name}.hip").write_text(module.TEXT)
     problem = Problem.backward(32768, 8192, "bf16", weight_dtype="fp32")

@@ -11,6 +11,34 @@ TEXT = r"""
 #define SCALE_NONE 0
 #define SCALE_STATIC 1
 #define SCALE_DYNAMIC 2
+// The value of a kind that is nearest to v.
+template <int KIND> RR_FN float rounded(float v) {
+  if constexpr (KIND == FP32) return v;
+  const u32 bits = round_pair<KIND == FP32 ? BF16 : KIND>(v, 0.0f);
+  return KIND == BF16 ? bf16_value(bits) : f16_value((u16)bits);
+}
+
+// Two values clamped, rounded to nearest even and packed as 8-bit floats; NaN stays NaN.
+template <int KIND> RR_FN u32 round_fp8(float low, float high) {
+#if !RR_AMD && !defined(RR_SIMULATOR)
+  static_assert(KIND == E4M3, "CUDA has OCP's e4m3");
+  u16 bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return bits;
+#else
+  constexpr float MOST = KIND == E4M3 ? 448.0f : 240.0f;
+  low = low > MOST ? MOST : low < -MOST ? -MOST : low;
+  high = high > MOST ? MOST : high < -MOST ? -MOST : high;
+#if defined(RR_SIMULATOR)
+  return rr_sim_e4m3_bits(low, KIND == E4M3_FNUZ) |
+         (u32)rr_sim_e4m3_bits(high, KIND == E4M3_FNUZ) << 8;
+#else
+  static_assert(KIND == (RR_GFX >= 950 ? E4M3 : E4M3_FNUZ), "each generation has its own e4m3");
+  return (u32)__builtin_amdgcn_cvt_pk_fp8_f32(low, high, 0, false) & 0xffffu;
+#endif
+#endif
+}
+
 [[maybe_unused]] constexpr bool HAS_BIAS = RR_HAS_BIAS, HAS_RESIDUAL = RR_HAS_RESIDUAL;
 [[maybe_unused]] constexpr bool HAS_RESIDUAL_OUT = RR_HAS_RESIDUAL_OUT;
 typedef Pack<RR_B, RR_ELEMENTS> BPack;

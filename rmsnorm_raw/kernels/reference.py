@@ -2,9 +2,9 @@
 
 With them a problem of full size is checked without being copied to the host. Naive on purpose: one
 element at a time, no wave operation, no atomic, no LDS, no barrier, and no name of the prelude, for
-a fault there must not hide itself here. Dtypes are run-time arguments, so one build serves every
-problem. :mod:`rmsnorm_raw.bounds` states the same formulas in NumPy, and is what these are tested
-against.
+a fault there must not hide itself here. Dtypes, and what a problem has beyond the plain operation,
+are run-time arguments, so one build serves every problem. :mod:`rmsnorm_raw.bounds` and
+:mod:`rmsnorm_raw.gate_data` state the same in NumPy, and are what these are tested against.
 """
 
 #: threads of a block, in every kernel here
@@ -17,13 +17,17 @@ ENTRY_POINTS = (
     "reference_changed",
     "reference_row_partials",
     "reference_column_partials",
+    "reference_row_maxima",
     "reference_combine",
-    "reference_worst",
+    "reference_worst_y",
+    "reference_worst_dx",
+    "reference_worst_sum",
     "reference_broken",
     "reference_gather",
 )
 
 TEXT = r"""
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -31,26 +35,38 @@ typedef long long i64;
 #define REF_FN static __device__ __forceinline__
 #define REF_KERNEL extern "C" __global__ void __launch_bounds__(256)
 
-// ---- formats: p is the bits of the significand: bfloat16 8, float16 11, float32 24 --------------
-REF_FN int min_exponent(int p) { return p == 11 ? -14 : -126; }
-REF_FN int top_field(int p) { return p == 11 ? 31 : 255; }
+// ---- formats: p is the bits of the significand: bfloat16 8, float16 11, float32 24, e4m3fn 4,
+// and for e4m3fnuz -4 -----------------------------------------------------------------------------
+REF_FN bool is_fp8(int p) { return p == 4 || p == -4; }
+REF_FN int digits(int p) { return p < 0 ? -p : p; }
+REF_FN int sign_bit(int p) { return p == 24 ? 31 : is_fp8(p) ? 7 : 15; }
+REF_FN int min_exponent(int p) { return p == 11 ? -14 : p == 4 ? -6 : p == -4 ? -7 : -126; }
+// the exponent field after that of the largest number; in 8 bits there is none, nor an infinity
+REF_FN int top_field(int p) { return p == 11 ? 31 : is_fp8(p) ? 16 : 255; }
 REF_FN double from_bits(u64 bits) { return __builtin_bit_cast(double, bits); }
 REF_FN double power_of_two(int k) { return from_bits((u64)(k + 1023) << 52); }
 REF_FN double magnitude(double value) { return value < 0.0 ? -value : value; }
+REF_FN double larger(double a, double b) { return a > b ? a : b; }
 REF_FN double infinity() { return from_bits(0x7ff0000000000000ULL); }
+REF_FN double not_a_number() { return from_bits(0x7ff8000000000000ULL); }
 
 REF_FN u32 load_bits(const void* data, i64 at, int p) {
-  return p == 24 ? ((const u32*)data)[at] : ((const u16*)data)[at];
+  if (p == 24) return ((const u32*)data)[at];
+  return is_fp8(p) ? ((const u8*)data)[at] : ((const u16*)data)[at];
 }
 
 // An infinity decodes to the power of two after the largest finite number, and is compared as that.
 REF_FN double decode(u32 bits, int p) {
-  const u32 hidden = 1u << (p - 1), fraction = bits & (hidden - 1);
-  const int field = (int)(bits >> (p - 1)) & top_field(p);
-  if (field == top_field(p) && fraction) return from_bits(0x7ff8000000000000ULL);
+  const int fraction_bits = digits(p) - 1, top = top_field(p);
+  const u32 hidden = 1u << fraction_bits, fraction = bits & (hidden - 1);
+  const int field = (int)(bits >> fraction_bits) & (is_fp8(p) ? 15 : top);
+  if (field == top && fraction) return not_a_number();
+  if (p == 4 && (bits & 0x7f) == 0x7f) return not_a_number();
+  if (p == -4 && bits == 0x80) return not_a_number();
   const double significand = field ? fraction + hidden : fraction;
-  const double value = significand * power_of_two((field ? field : 1) + min_exponent(p) - p);
-  return bits >> (p == 24 ? 31 : 15) ? -value : value;
+  const double value =
+      significand * power_of_two((field ? field : 1) + min_exponent(p) - fraction_bits - 1);
+  return bits >> sign_bit(p) ? -value : value;
 }
 REF_FN double value_at(const void* data, i64 at, int p) {
   return decode(load_bits(data, at, p), p);
@@ -62,23 +78,50 @@ REF_FN int binade(double value, int p) {
   const int low = min_exponent(p), high = top_field(p) + low - 2;
   return exponent < low ? low : exponent > high ? high : exponent;
 }
-REF_FN double spacing(double value, int p) { return power_of_two(binade(value, p) - (p - 1)); }
+REF_FN double spacing(double value, int p) {
+  return power_of_two(binade(value, p) - (digits(p) - 1));
+}
 
 // Nearest, ties to even: adding 1.5 * 2^52 leaves a double no fraction bits.
 REF_FN double steps_of(double value, int p) {
   const double shift = 6755399441055744.0;
-  return value * power_of_two(p - 1 - binade(value, p)) + shift - shift;
+  return value * power_of_two(digits(p) - 1 - binade(value, p)) + shift - shift;
 }
-REF_FN u32 encode(double value, int p) {
-  const u32 sign = value < 0.0 ? 1u << (p == 24 ? 31 : 15) : 0u;
+REF_FN double nearest(double value, int p) { return steps_of(value, p) * spacing(value, p); }
+REF_FN u32 encode(double value, int p) {  // not to 8 bits
+  const u32 sign = value < 0.0 ? 1u << sign_bit(p) : 0u;
   const u32 binades = (u32)(binade(value, p) - min_exponent(p));
   return sign | ((binades << (p - 1)) + (u32)magnitude(steps_of(value, p)));
 }
+// Within an 8-bit float's range; within what infinities stand for, of the others.
+REF_FN double clamped(double value, int p) {
+  const double after = power_of_two(top_field(p) + min_exponent(p) - 1);
+  const double limit = p == 4 ? 448.0 : p == -4 ? 240.0 : after;
+  return value > limit ? limit : value < -limit ? -limit : value;
+}
+
+// ---- tensors: a matrix has rows of tokens and, in each, of heads; a list is as long as a row, or
+// has a part for each head ------------------------------------------------------------------------
+#define MATRIX(m) const void *m, i64 m##_stride, i64 m##_head_stride, int m##_p
+#define LIST(list) const void *list, int list##_p
+#define SHAPE i64 rows, i64 cols, i64 heads, int per_head, double offset
+REF_FN i64 row_at(i64 row, i64 heads, i64 stride, i64 head_stride) {
+  return heads == 1 ? row * stride : row / heads * stride + row % heads * head_stride;
+}
+#define PLACE(m, row, col) (row_at(row, heads, m##_stride, m##_head_stride) + (col))
+#define AT(m, row, col) value_at(m, PLACE(m, row, col), m##_p)
+#define AT_IF(m, row, col) (m ? AT(m, row, col) : 0.0)
+#define OF_LIST(list, row, col) \
+  value_at(list, per_head ? (row) % heads * cols + (col) : (col), list##_p)
+#define WEIGHT_AT(row, col) (weight ? OF_LIST(weight, row, col) + offset : 1.0)
 
 // ---- gate data: a hash of (seed, tensor, element), then integers times powers of two ------------
 #define TENSOR_X 0
 #define TENSOR_DOUT 1
 #define TENSOR_WEIGHT 2
+#define TENSOR_RESIDUAL 3
+#define TENSOR_BIAS 4
+#define TENSOR_DRESIDUAL_OUT 5
 
 REF_FN u64 mix(u64 z) {  // the finaliser of splitmix64 (Steele, Lea, Flood 2014; Stafford's mix 13)
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ULL;
@@ -98,14 +141,21 @@ REF_FN int bell(u64 r) {
 REF_FN u32 datum(int tensor, int exact, u64 seed, i64 row, i64 col, i64 cols, int p) {
   const u64 element = (u64)(row * cols + col), r = draw(seed, tensor, element);
   const int scale = (int)(row * 5 % 13) - 6;  // of the row, a power of two
+  const double integer = (double)((int)((r >> 32) % 17) - 8);
   double value;
   if (tensor == TENSOR_X) {
     value = (exact ? (r & 1 ? -65536 : 65536) : bell(r)) * power_of_two(scale - 16);
   } else if (tensor == TENSOR_DOUT) {  // half of x / scale in it: the row term of dx must matter
-    value = exact ? (double)((int)((r >> 32) % 17) - 8)
+    value = exact ? integer
                   : (2 * bell(r) + bell(draw(seed, TENSOR_X, element))) * power_of_two(-17);
-  } else {
+  } else if (tensor == TENSOR_WEIGHT) {
     value = exact ? power_of_two((int)((r >> 32) % 3) - 1) : 1.0 + bell(r) * power_of_two(-19);
+  } else if (tensor == TENSOR_RESIDUAL) {  // six bits longer than x, so that the sum has to round
+    value = (64 * bell(r) + (int)(r & 63)) * power_of_two(scale - 24);
+  } else if (tensor == TENSOR_BIAS) {
+    value = bell(r) * power_of_two(-17);
+  } else {
+    value = (exact ? integer : bell(r) * power_of_two(-16)) * power_of_two(-scale);
   }
   return encode(value, p);
 }
@@ -123,6 +173,43 @@ REF_FN void leave(const Worst& worst, double* records) {
   record[0] = worst.ratio, record[1] = worst.row, record[2] = worst.col;
   record[3] = worst.got, record[4] = worst.want, record[5] = worst.bound;
 }
+struct Wanted {  // the error allowed is a factor * scale + slack
+  double value, scale, slack;
+};
+// xhat is rounded to cast_p, if that is not 0, and may be off by the factor before.
+REF_FN Wanted wanted_y(double xhat, double w, double b, int cast_p, double factor) {
+  double slack = 0.0;
+  if (cast_p) {
+    const double low = nearest(xhat * (1.0 - factor), cast_p);
+    const double high = nearest(xhat * (1.0 + factor), cast_p);
+    xhat = (low + high) / 2, slack = magnitude((high - low) * w) / 2;
+  }
+  return {xhat * w + b, magnitude(xhat * w) + magnitude(b), slack};
+}
+// The bound is half a spacing (none for float32) + factor * scale + slack + 2^-126; in the exact
+// case, equality after one rounding. Of 8 bits it is how far the rounding of what is off by the
+// error, or by 1e-5 of itself, can be.
+REF_FN void judge(
+    Worst& worst, double got, Wanted wanted, double factor, int p, int exact, i64 row, i64 col) {
+  double want = clamped(wanted.value, p), bound = 0.0, ratio;
+  if (exact) {
+    want = nearest(want, p);
+    ratio = got == want ? 0.0 : infinity();
+  } else {
+    double error = factor * wanted.scale + wanted.slack;
+    if (is_fp8(p)) {
+      error = larger(1e-5 * magnitude(want), error);
+      bound = larger(magnitude(nearest(clamped(want - error, p), p) - want),
+                     magnitude(nearest(clamped(want + error, p), p) - want));
+    } else {
+      bound = (p == 24 ? 0.0 : spacing(want, p) / 2) + error;
+    }
+    bound += power_of_two(-126);
+    ratio = magnitude(got - want) / bound;
+    if (!(ratio >= 0.0)) ratio = infinity();  // NaN
+  }
+  keep_worse(worst, ratio, row, col, got, want, bound);
+}
 // Rows of a matrix go to blocks and their columns to threads, lists to the threads of all blocks.
 #define EACH_ELEMENT(row, rows, col, cols)                   \
   for (i64 row = blockIdx.x; row < (rows); row += gridDim.x) \
@@ -131,46 +218,44 @@ REF_FN void leave(const Worst& worst, double* records) {
   for (i64 item = (i64)blockIdx.x * blockDim.x + threadIdx.x; item < (items); item += \
        (i64)gridDim.x * blockDim.x)
 
-// data: (rows, cols), rows `stride` elements apart.
 REF_KERNEL reference_write(
-    void* data, i64 rows, i64 cols, i64 stride, int p, int tensor, int exact, u64 seed) {
+    void* data, i64 data_stride, i64 data_head_stride, int p, i64 rows, i64 cols, i64 heads,
+    int tensor, int exact, u64 seed) {
   EACH_ELEMENT(row, rows, col, cols) {
     const u32 bits = datum(tensor, exact, seed, row, col, cols, p);
+    const i64 at = PLACE(data, row, col);
     if (p == 24) {
-      ((u32*)data)[row * stride + col] = bits;
+      ((u32*)data)[at] = bits;
     } else {
-      ((u16*)data)[row * stride + col] = (u16)bits;
+      ((u16*)data)[at] = (u16)bits;
     }
   }
 }
 
 // Leaves a record of an element that is no longer what reference_write wrote, as bits.
 REF_KERNEL reference_changed(
-    const void* data, i64 rows, i64 cols, i64 stride, int p, int tensor, int exact, u64 seed,
-    double* records) {
+    MATRIX(data), i64 rows, i64 cols, i64 heads, int tensor, int exact, u64 seed, double* records) {
   Worst worst = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
   EACH_ELEMENT(row, rows, col, cols) {
-    const u32 got = load_bits(data, row * stride + col, p);
-    const u32 want = datum(tensor, exact, seed, row, col, cols, p);
+    const u32 got = load_bits(data, PLACE(data, row, col), data_p);
+    const u32 want = datum(tensor, exact, seed, row, col, cols, data_p);
     if (got != want) keep_worse(worst, infinity(), row, col, got, want, 0.0);
   }
   leave(worst, records);
 }
 
-// partials: (shares, 3, rows) sums of x^2, g*x and |g*x| over every shares-th column, with
-// g = dout * weight. dout and weight may be absent (0).
+// partials: (shares, 3, rows) sums of h^2, g*h and |g*h| over every shares-th column, with
+// h = x + residual and g = dout * weight. All but x may be absent (0).
 REF_KERNEL reference_row_partials(
-    const void* dout, i64 dout_stride, const void* x, i64 x_stride, const void* weight, i64 rows,
-    i64 cols, int p, int weight_p, i64 shares, double* partials) {
+    MATRIX(dout), MATRIX(x), MATRIX(residual), LIST(weight), SHAPE, i64 shares, double* partials) {
   EACH_ITEM(item, rows * shares) {
     const i64 row = item / shares, share = item % shares;
     double square = 0.0, dot = 0.0, spread = 0.0;
     for (i64 col = share; col < cols; col += shares) {
-      const double value = value_at(x, row * x_stride + col, p);
+      const double value = AT(x, row, col) + AT_IF(residual, row, col);
       square += value * value;
       if (dout) {
-        const double w = weight ? value_at(weight, col, weight_p) : 1.0;
-        const double product = value_at(dout, row * dout_stride + col, p) * w * value;
+        const double product = AT(dout, row, col) * WEIGHT_AT(row, col) * value;
         dot += product;
         spread += magnitude(product);
       }
@@ -180,66 +265,105 @@ REF_KERNEL reference_row_partials(
   }
 }
 
-// partials: (shares, 2, cols) sums of dout*xhat and |dout*xhat| over `share_rows` rows each, with
-// xhat = x * rstd.
+// partials: (shares, kinds, items) sums of dout*xhat and |dout*xhat|, and of dout and |dout| where
+// there are four kinds, over `share_steps` rows each, with xhat = x * rstd. Per head there are cols
+// items a head, and a step is all the heads of a token.
 REF_KERNEL reference_column_partials(
-    const void* dout, i64 dout_stride, const void* x, i64 x_stride, const double* rstd, i64 rows,
-    i64 cols, int p, i64 shares, i64 share_rows, double* partials) {
-  EACH_ITEM(item, cols * shares) {
-    const i64 share = item / cols, col = item % cols;
-    const i64 first = share * share_rows, next = first + share_rows;
-    const i64 last = next < rows ? next : rows;
-    double sum = 0.0, spread = 0.0;
-    for (i64 row = first; row < last; ++row) {
-      const double xhat = value_at(x, row * x_stride + col, p) * rstd[row];
-      const double product = value_at(dout, row * dout_stride + col, p) * xhat;
-      sum += product;
-      spread += magnitude(product);
+    MATRIX(dout), MATRIX(x), const double* rstd, SHAPE, i64 shares, i64 share_steps, i64 kinds,
+    double* partials) {
+  const i64 parts = per_head ? heads : 1, items = parts * cols, steps = rows / parts;
+  EACH_ITEM(item, items * shares) {
+    const i64 share = item / items, at = item % items, col = at % cols;
+    const i64 first = share * share_steps, next = first + share_steps;
+    const i64 last = next < steps ? next : steps;
+    double sum = 0.0, spread = 0.0, plain = 0.0, plain_spread = 0.0;
+    for (i64 row = first * parts + at / cols; row < last * parts; row += parts) {
+      const double d = AT(dout, row, col), product = d * (AT(x, row, col) * rstd[row]);
+      sum += product, spread += magnitude(product);
+      plain += d, plain_spread += magnitude(d);
     }
-    double* sums = partials + share * 2 * cols + col;
-    sums[0] = sum, sums[cols] = spread;
+    double* sums = partials + share * kinds * items + at;
+    sums[0] = sum, sums[items] = spread;
+    if (kinds == 4) sums[2 * items] = plain, sums[3 * items] = plain_spread;
   }
 }
 
-// sums[i] = the sum over shares of partials[share][i]
-REF_KERNEL reference_combine(const double* partials, i64 shares, i64 items, double* sums) {
+// partials: (shares, 3, rows) maxima of |y|, and of the scale and the slack of its bound
+REF_KERNEL reference_row_maxima(
+    MATRIX(x), MATRIX(residual), LIST(weight), LIST(bias), const double* rstd, SHAPE, int cast_p,
+    double factor, i64 shares, double* partials) {
+  EACH_ITEM(item, rows * shares) {
+    const i64 row = item / shares, share = item % shares;
+    double value = 0.0, scale = 0.0, slack = 0.0;
+    for (i64 col = share; col < cols; col += shares) {
+      const double xhat = (AT(x, row, col) + AT_IF(residual, row, col)) * rstd[row];
+      const double b = bias ? OF_LIST(bias, row, col) : 0.0;
+      const Wanted y = wanted_y(xhat, WEIGHT_AT(row, col), b, cast_p, factor);
+      value = larger(value, magnitude(y.value));
+      scale = larger(scale, y.scale), slack = larger(slack, y.slack);
+    }
+    double* maxima = partials + share * 3 * rows + row;
+    maxima[0] = value, maxima[rows] = scale, maxima[2 * rows] = slack;
+  }
+}
+
+// results[i] = the sum, or the largest, over shares of partials[share][i]
+REF_KERNEL reference_combine(
+    const double* partials, i64 shares, i64 items, int largest, double* results) {
   EACH_ITEM(item, items) {
-    double sum = 0.0;
-    for (i64 share = 0; share < shares; ++share) sum += partials[share * items + item];
-    sums[item] = sum;
+    double result = 0.0;
+    for (i64 share = 0; share < shares; ++share) {
+      const double partial = partials[share * items + item];
+      result = largest ? larger(result, partial) : result + partial;
+    }
+    results[item] = result;
   }
 }
 
-// Compares y (dout absent) or dx with its float64 value. terms: (3, rows) rstd, mean(g*xhat) and
-// mean|g*xhat|. The bound is half a spacing (none for float32) + factor * scale + 2^-126; in the
-// exact case, equality after one rounding.
-REF_KERNEL reference_worst(
-    const void* out, i64 out_stride, const void* dout, i64 dout_stride, const void* x, i64 x_stride,
-    const void* weight, const double* terms, i64 rows, i64 cols, int p, int weight_p, double factor,
-    int exact, double* records) {
+// Compares y with its float64 value; an 8-bit one over the scale that is stored: one a row, or one
+// (scale_step 0).
+REF_KERNEL reference_worst_y(
+    MATRIX(y), MATRIX(x), MATRIX(residual), LIST(weight), LIST(bias), const double* rstd,
+    const float* scale, i64 scale_step, SHAPE, int cast_p, double factor, double* records) {
   Worst worst = {-1.0, 0.0, 0.0, 0.0, 0.0, 0.0};
-  const double limit = power_of_two(top_field(p) + min_exponent(p) - 1);
   EACH_ELEMENT(row, rows, col, cols) {
-    const double w = weight ? value_at(weight, col, weight_p) : 1.0;
-    const double xhat = value_at(x, row * x_stride + col, p) * terms[row];
-    double want = xhat * w, scale = magnitude(xhat * w);
-    if (dout) {
-      const double g = value_at(dout, row * dout_stride + col, p) * w;
-      want = terms[row] * (g - xhat * terms[rows + row]);
-      scale = terms[row] * (magnitude(g) + magnitude(xhat) * terms[2 * rows + row]);
+    const double xhat = (AT(x, row, col) + AT_IF(residual, row, col)) * rstd[row];
+    const double b = bias ? OF_LIST(bias, row, col) : 0.0;
+    Wanted wanted = wanted_y(xhat, WEIGHT_AT(row, col), b, cast_p, factor);
+    if (scale) {
+      const double over = scale[row * scale_step];
+      wanted = {wanted.value / over, wanted.scale / over, wanted.slack / over};
     }
-    want = want > limit ? limit : want < -limit ? -limit : want;
-    const double got = value_at(out, row * out_stride + col, p);
-    double bound = 0.0, ratio;
-    if (exact) {
-      want = steps_of(want, p) * spacing(want, p);
-      ratio = got == want ? 0.0 : infinity();
-    } else {
-      bound = (p == 24 ? 0.0 : spacing(want, p) / 2) + factor * scale + power_of_two(-126);
-      ratio = magnitude(got - want) / bound;
-      if (!(ratio >= 0.0)) ratio = infinity();  // NaN
-    }
-    keep_worse(worst, ratio, row, col, got, want, bound);
+    judge(worst, AT(y, row, col), wanted, factor, y_p, 0, row, col);
+  }
+  leave(worst, records);
+}
+
+// Compares dx or dresidual. terms: (3, rows) rstd, mean(g*xhat) and mean|g*xhat|.
+REF_KERNEL reference_worst_dx(
+    MATRIX(dx), MATRIX(dout), MATRIX(x), MATRIX(dresidual_out), LIST(weight), const double* terms,
+    SHAPE, double factor, int exact, double* records) {
+  Worst worst = {-1.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+  EACH_ELEMENT(row, rows, col, cols) {
+    const double rstd = terms[row], xhat = AT(x, row, col) * rstd;
+    const double g = AT(dout, row, col) * WEIGHT_AT(row, col);
+    const double more = AT_IF(dresidual_out, row, col);
+    const Wanted wanted = {
+        rstd * (g - xhat * terms[rows + row]) + more,
+        rstd * (magnitude(g) + magnitude(xhat) * terms[2 * rows + row]),
+        power_of_two(-24) * magnitude(more)};
+    judge(worst, AT(dx, row, col), wanted, factor, dx_p, exact, row, col);
+  }
+  leave(worst, records);
+}
+
+// Compares residual_out with x + residual, rounded to float32 and then once more.
+REF_KERNEL reference_worst_sum(
+    MATRIX(out), MATRIX(x), MATRIX(residual), SHAPE, double* records) {
+  Worst worst = {-1.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+  EACH_ELEMENT(row, rows, col, cols) {
+    const double sum = nearest(AT(x, row, col) + AT_IF(residual, row, col), 24);
+    judge(worst, AT(out, row, col), {sum, 0.0, 0.0}, 0.0, out_p, 1, row, col);
   }
   leave(worst, records);
 }

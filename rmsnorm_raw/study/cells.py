@@ -23,13 +23,18 @@ def published_rows(host: str = "H200") -> list[dict[str, str]]:
 
 
 def problem_columns(problem: Problem) -> dict[str, str]:
-    """The columns that name a problem in every table of ours, by the archive's names."""
+    """The columns that name a problem in every table of ours, by the archive's names.
+
+    "extras" only where there are any: a table that may have such problems has that column.
+    """
+    more = {"extras": str(problem.extras).removeprefix(" + ")} if problem.extras else {}
     return {
         "op": ARCHIVE_NAME[problem.op],
         "m": str(problem.rows),
         "n": str(problem.cols),
         "act": SHORT_NAME[problem.dtype],
         "weight": SHORT_NAME.get(problem.weight_dtype or "", "none"),
+        **more,
     }
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
@@ -38,13 +37,9 @@ from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.launch import dense_tensor
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Op, Problem
+from rmsnorm_raw.study import peer_gate
 
 OUTPUTS: dict[Op, tuple[str, ...]] = {"forward": ("y",), "backward": ("dx", "dweight")}
-#: The peers' gate: relative L2 error of an output, at most. Peers round twice in places, so our
-#: own gate would refuse correct ones; dweight of 16-bit activations has the larger of two limits.
-LIMITS = {"bfloat16": 3e-3, "float16": 4e-4, "float32": 1e-6}
-#: elements that the peers' gate works on at a time, in several float64 temporaries
-GATE_ELEMENTS = 1 << 24
 
 Results = Sequence[Any]
 Inputs = dict[str, Any]  # torch tensors by name
@@ -126,7 +121,7 @@ class Provider:
         name: in tables, test ids and CSV files.
         module: what is called.
         package: as it is installed.
-        prepare: builds, gates and binds it to a cell. Raises WrongResult where the gate fails, and
+        prepare: builds, gates and binds it to a Cell. Raises WrongResult where the gate fails, and
             whatever the package raises.
         pairs: (activation, weight) dtypes that it is compared on; empty for all.
     """
@@ -134,7 +129,7 @@ class Provider:
     name: str
     module: str
     package: str
-    prepare: Callable[[Cell], Contender]
+    prepare: Callable[[Any], Contender]
     pairs: tuple[tuple[str, str], ...] = ()
 
     def serves(self, problem: Problem) -> bool:
@@ -314,87 +309,56 @@ def _autograd(cell: Cell, function: Callable[[Any, Any], Any], config: str) -> C
         leaves = tuple(t[name].detach().requires_grad_() for name in ("x", "weight"))
         graph = (function(*leaves), leaves, t["dout"])
         operations.append(functools.partial(torch.autograd.grad, *graph, retain_graph=True))
-    return _gated(cell, operations, config)
+    return gated(str(cell.problem), operations, functools.partial(judge, cell), config)
 
 
 # ---- calls and their gate ------------------------------------------------------------------------
 
 
 def _over(cell: Cell, operation: Callable[[Inputs], Results], config: str) -> Contender:
-    return _gated(cell, [functools.partial(operation, clone) for clone in cell.inputs], config)
+    operations = [functools.partial(operation, clone) for clone in cell.inputs]
+    return gated(str(cell.problem), operations, functools.partial(judge, cell), config)
 
 
-def _gated(cell: Cell, operations: Sequence[Callable[[], Results]], config: str) -> Contender:
+def gated(
+    what: str,
+    operations: Sequence[Callable[[], Any]],
+    judge: Callable[[Any], check.Verdict],
+    config: str,
+) -> Contender:
     """A contender of one operation a clone, the first of which is judged.
 
+    Args:
+        what: is computed, in words.
+        operations: each gives its results, which are kept until its next turn.
+        judge: of the first one's results.
+        config: see :class:`Contender`.
+
     Raises:
-        WrongResult: the peers' gate failed.
+        WrongResult: the gate failed.
     """
-    verdict = judge(cell, operations[0]())
+    verdict = judge(operations[0]())
     if not verdict.passed:
-        raise WrongResult(f"{cell.problem}, {config}: {verdict.message}; it gets no time")
+        raise WrongResult(f"{what}, {config}: {verdict.message}; it gets no time")
     return Contender([_keeping(operation) for operation in operations], config, verdict)
 
 
-def _keeping(operation: Callable[[], Results]) -> Call:
+def _keeping(operation: Callable[[], Any]) -> Call:
     kept: list[Any] = []
 
     def run() -> None:
-        kept[:] = operation()  # the old results are freed once the new ones have their memory
+        kept[:] = [operation()]  # the old results are freed once the new ones have their memory
 
     return run
 
 
 def judge(cell: Cell, outputs: Results) -> check.Verdict:
-    """The peers' gate: relative L2 errors against float64, and inputs left as they were.
+    """The peers' gate on what was computed from the first clone.
 
     Args:
         cell: whose first clone was worked on.
         outputs: torch tensors in the order of :data:`OUTPUTS`.
     """
-    import torch
-
-    problem, (clone, untouched) = cell.problem, cell.inputs[:2]
-    limits = dict.fromkeys(OUTPUTS[problem.op], LIMITS[problem.dtype])
-    if problem.weight_dtype and "dweight" in limits:
-        limits["dweight"] = max(LIMITS[problem.dtype], LIMITS[problem.weight_dtype])
-    errors = _relative_errors(problem, clone, outputs)
-    faults = [
-        f"relative L2 error of {name} is {error:.3g}, over {limits[name]:.3g}"
-        for name, error in errors.items()
-        if not error <= limits[name]  # a NaN is over it too
-    ]
-    faults += [
-        f"{name} was written, and it is an input"
-        for name, tensor in clone.items()
-        if not torch.equal(tensor, untouched[name])
-    ]
-    worst = {name: error / limits[name] for name, error in errors.items()}
-    return check.Verdict(not faults, worst, seed=0, message="; ".join(faults))
-
-
-def _relative_errors(problem: Problem, inputs: Inputs, outputs: Results) -> dict[str, float]:
-    import torch
-
-    weight = inputs["weight"].double()
-    dweight = torch.zeros_like(weight)
-    error = norm = 0.0
-    step = max(1, GATE_ELEMENTS // problem.cols)
-    for start in range(0, problem.rows, step):
-        rows = slice(start, start + step)
-        x = inputs["x"][rows].double()
-        rstd = (x.square().mean(-1, keepdim=True) + problem.eps).rsqrt()
-        xhat = x * rstd
-        if problem.op == "forward":
-            want = xhat * weight
-        else:
-            dout = inputs["dout"][rows].double()
-            g = dout * weight
-            want = (g - xhat * (g * xhat).mean(-1, keepdim=True)) * rstd
-            dweight += (dout * xhat).sum(0)
-        error += float((outputs[0][rows].double() - want).square().sum())
-        norm += float(want.square().sum())
-    errors = [math.sqrt(error / norm)]
-    if problem.op == "backward":
-        errors.append(float((outputs[1].double() - dweight).norm() / dweight.norm()))
-    return dict(zip(OUTPUTS[problem.op], errors, strict=True))
+    results = dict(zip(OUTPUTS[cell.problem.op], outputs, strict=True))
+    clone, untouched = cell.inputs[:2]
+    return peer_gate.judge(cell.problem, clone, untouched, results)

@@ -88,7 +88,7 @@ def _means(outcome: Outcome, op: str) -> Iterator[str]:
 #: column of a sweep -> its title in a printed table; what is not here is in the CSV alone
 TITLES = {
     "provider": "provider", "path": "path", "op": "op", "m": "m", "n": "n", "act": "x",
-    "weight": "w", "config": "config", "verdict": "verdict", "median_us": "us",
+    "weight": "w", "extras": "beside", "config": "config", "verdict": "verdict", "median_us": "us",
     "gbps": "GB/s", "pct_copy": "% copy", "pct_write": "% write", "pct_2r1w": "% 2r1w",
     "pct_best": "% best", "pct_matched": "% matched",
 }  # fmt: skip
@@ -97,7 +97,7 @@ TITLES = {
 def printed(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Titles and rows of a table, without columns that are empty throughout (simulated speeds)."""
     titles = TITLES | ({"median_us": "simulated us"} if rows[0]["simulated"] == "true" else {})
-    columns = [column for column in titles if any(row[column] for row in rows)]
+    columns = [column for column in titles if any(row.get(column) for row in rows)]
     return [titles[column] for column in columns], [[row[c] for c in columns] for row in rows]
 
 

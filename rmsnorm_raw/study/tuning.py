@@ -38,8 +38,8 @@ INTERRUPTED = "INTERRUPTED"
 #: over the winner's at m rows, both orders together, with their 95 % intervals. ``faults`` names
 #: what failed in this run's search, each as "config: kind: first line"
 COLUMNS = (
-    "op", "m", "n", "act", "weight", "verdict", "config", "ladder", "origin", "effort", "took_s",
-    *KINDS, *REGIME_COLUMNS, "why", "faults",
+    "op", "m", "n", "act", "weight", "extras", "verdict", "config", "ladder", "origin", "effort",
+    "took_s", *KINDS, *REGIME_COLUMNS, "why", "faults",
 )  # fmt: skip
 Row = dict[str, str]
 Progress = Callable[[int, int, str], None]
@@ -163,6 +163,7 @@ def summary(rows: Sequence[Row], of: int | None = None, *, simulated: bool = Fal
         if row["verdict"] not in ("TUNED", "LADDER"):
             first_line = row["why"].partition("\n")[0]
             name = f"{row['op']} {row['m']}x{row['n']} {row['act']}/{row['weight']}"
+            name += f" + {row['extras']}" if row.get("extras") else ""
             lines.append(f"{row['verdict']}: {name}: {first_line} (the whole of it is in tune.csv)")
     return lines
 
@@ -179,7 +180,7 @@ def table_rows(rows: Sequence[Row]) -> list[list[str]]:
 
 #: of ablation.csv, as text
 CHANGE_COLUMNS = (
-    "op", "m", "n", "act", "weight", "regime", "change", "config", "median_us", "low_us",
+    "op", "m", "n", "act", "weight", "extras", "regime", "change", "config", "median_us", "low_us",
     "high_us", "samples", "verdict", "ratio", "ratio_low", "ratio_high", "why_not",
 )  # fmt: skip
 

@@ -149,7 +149,7 @@ template <int COUNT> RR_FN void row_sum(float (&value)[COUNT], float* area) {
 }
 
 #if !RR_EXTRAS
-// What is normalised, the weight as it is applied, and which rows a block has: extras.py has others.
+// What is normalised, the weight as it is applied, which rows a block has: extras.py has others.
 typedef XPack In;
 RR_FN XPack& x_of(In& in) { return in; }
 RR_FN float weight_at(const WPack& w, int e) { return w[e]; }
