@@ -177,6 +177,27 @@ def test_residual_in_place_must_be_the_very_same_array() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"residual_out": X.copy()}, "with a residual or residual_dtype"),
+        ({"rstd_out": np.zeros(ROWS, "f4"), "store_rstd": False}, "with store_rstd=True"),
+        ({"scale_out": np.zeros(ROWS, "f4")}, 'with scale="dynamic"'),
+    ],
+)
+def test_a_result_that_is_not_written_says_what_asks_for_it(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidInput, match=f"leave {next(iter(arguments))} out, .* {words}$"):
+        rmsnorm_fwd(X, WEIGHT, **arguments)
+
+
+def test_rows_of_heads_in_place_are_refused_and_the_error_names_heads() -> None:
+    x = normal(ROWS, 4 * COLS, dtype="bfloat16")[:, : 2 * COLS].reshape(ROWS, 2, COLS)
+    with pytest.raises(InvalidInput, match=r"out overlaps x, .*or heads\)"):
+        rmsnorm_fwd(x, WEIGHT, out=x)
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 

@@ -119,7 +119,7 @@ def _with_more(
 ) -> Any:
     """:func:`rms_norm` with any of its keywords."""
     static = None if isinstance(scale, str) else scale
-    require_tensors(x, weight=weight, bias=bias, residual=residual, scale=static)
+    require_tensors(x, weight=weight, bias=bias, residual=residual)
     for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"{name} is {dtype!r}: pass a torch.dtype")
@@ -163,9 +163,11 @@ rms_norm.__signature__ = inspect.signature(_with_more)  # type: ignore[attr-defi
 
 
 def _kind_of_scale(x: Any, scale: Any) -> Scale:
-    if scale is None or isinstance(scale, str):
+    if not isinstance(scale, torch.Tensor):
         if scale not in (None, "dynamic"):
-            raise InvalidInput(f"scale is {scale!r}: pass a tensor, or 'dynamic'")
+            raise InvalidInput(
+                f"scale is {scale!r}: pass a tensor of one float32 on {x.device}, or 'dynamic'"
+            )
         return "none" if scale is None else "dynamic"
     if scale.numel() != 1 or scale.dtype is not torch.float32 or scale.device != x.device:
         raise InvalidInput(
