@@ -28,6 +28,13 @@ from rmsnorm_raw.ready import SCRATCH_ALIGNMENT, Ready, alignment_bytes_of, prep
 Chosen = Config | Ready | Literal["ladder"] | None
 #: a caller's name of a result, where it is not the tensor's
 ARGUMENT = {"y": "out", "rstd": "rstd_out", "scale": "scale_out"}
+#: what makes a call write a result that it need not
+ASKED_WITH = {
+    "rstd": "store_rstd=True", "residual_out": "a residual or residual_dtype",
+    "scale": 'scale="dynamic"', "dx": "need_dx=True",
+    "dweight": "a weight and need_dweight=True", "dbias": "need_dbias=True",
+    "dresidual": "need_dx=True",
+}  # fmt: skip
 #: heads, for which rows that share a weight are read where they are. A program of backward works on
 #: one head, and leaves partial sums; with more of them a copy costs less
 MAX_SHARED_HEADS = 256
@@ -212,8 +219,8 @@ class Call:
             argument = ARGUMENT.get(name, name)
             if name not in written:
                 raise InvalidInput(
-                    f"{argument} is given, and {problem} writes no such thing: ask for it, or "
-                    f"leave {argument} out"
+                    f"{argument} is given, and {problem} writes no such thing: leave "
+                    f"{argument} out, or ask for it with {ASKED_WITH[name]}"
                 )
             shape, dtype = self._shape(written[name]), written[name].dtype
             if seen.shape != shape or seen.dtype not in (dtype, seen.library.stored_as(dtype)):
@@ -243,8 +250,8 @@ class Call:
             )
 
     def _require_apart(self, problem: Problem) -> None:
-        """In place are the plain operation's y over x, and residual_out over the residual."""
-        may = {"residual_out": "residual"} | ({} if problem.extras else {"y": "x"})
+        """In place are y over x, and residual_out over the residual: a lane reads, then writes."""
+        may = {"residual_out": "residual", "y": "x"}
         others = dict(self.inputs)
         if self._workspace is not None:
             others["workspace"] = self._workspace
@@ -255,8 +262,8 @@ class Call:
                 if not in_place and interop.overlap(seen, read):
                     raise InvalidInput(
                         f"{argument} overlaps {other}, which it would overwrite: pass another "
-                        f"{argument}; in place are out over x, without anything beside a weight, "
-                        "and residual_out over the residual, each the very same array"
+                        f"{argument}; in place are residual_out over the residual, and out over x, "
+                        "each the very same array, and nothing else of it read or written"
                     )
             others[argument] = seen
 

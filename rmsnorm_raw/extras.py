@@ -85,14 +85,17 @@ class Extras:
         if quantised != (self.scale != "none") or (quantised and op == "backward"):
             raise InvalidInput(
                 f"out_dtype is {y_dtype} and scale is {self.scale!r}: a scale, and it alone, "
-                f"goes with a forward's {' or '.join(LARGEST_FP8)}"
+                f"goes with a forward's {' or '.join(LARGEST_FP8)}; give both, or neither"
             )
         if not -MAX_FLOAT32 <= self.weight_offset <= MAX_FLOAT32:
             raise InvalidInput(
                 f"weight_offset is {self.weight_offset!r}: it must be finite in float32"
             )
         if not has_weight and (self.weight_offset or self.per_head):
-            raise InvalidInput("weight_offset and per_head are the weight's, and there is none")
+            raise InvalidInput(
+                "weight_offset and per_head are the weight's, and there is none: give a weight, or "
+                "leave them out"
+            )
         if not (isinstance(self.heads, numbers.Integral) and 1 <= self.heads <= MAX_HEADS):
             raise InvalidInput(f"heads is {self.heads!r}: a token has 1 to {MAX_HEADS:,} heads")
         if rows % self.heads:

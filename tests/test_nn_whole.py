@@ -286,7 +286,7 @@ ONES = torch.ones(3, 4)
         ({"scale": "dynamic"}, "scale"),
         ({"scale": "static", "out_dtype": FP8}, "scale is 'static': pass a tensor"),
         ({"scale": torch.ones(2), "out_dtype": FP8}, "pass one float32 number"),
-        ({"scale": 1.0, "out_dtype": FP8}, "scale is float"),
+        ({"scale": 1.0, "out_dtype": FP8}, "scale is 1.0: pass a tensor of one float32"),
         ({"weight_offset": 1.0}, "there is none"),
         ({"weight": torch.ones(4), "weight_offset": float("nan")}, "finite"),
         ({"per_head": True}, "there is none"),

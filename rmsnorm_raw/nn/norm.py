@@ -121,10 +121,12 @@ def _with_more(
 ) -> Any:
     """:func:`rms_norm` with any of its keywords."""
     static, kind = None, scale
-    if scale is not None and not isinstance(scale, str):
+    if isinstance(scale, torch.Tensor):
         static, kind = scale, "static"
     elif scale not in (None, "dynamic"):
-        raise InvalidInput(f"scale is {scale!r}: pass a tensor, or 'dynamic'")
+        raise InvalidInput(
+            f"scale is {scale!r}: pass a tensor of one float32 on {x.device}, or 'dynamic'"
+        )
     eager = is_eager(x, weight, bias, residual, static)
     if not eager:
         require_tensors(x, weight=weight, bias=bias, residual=residual, scale=static)
