@@ -207,7 +207,7 @@ class Call:
         """Raise InvalidInput where a given target cannot take its result."""
         if not self.targets:
             return
-        written = {each.name: each for each in problem.operands if each.is_output}
+        written = {each.name: each for each in problem.outputs}
         for name, seen in self.targets.items():
             argument = ARGUMENT.get(name, name)
             if name not in written:
@@ -282,8 +282,7 @@ class Call:
         with self.on_stream():
             made = {
                 each.name: self.targets.get(each.name) or self.new(self._shape(each), each.dtype)
-                for each in problem.operands
-                if each.is_output
+                for each in problem.outputs
             }
             if self.is_empty:
                 of_nothing = {

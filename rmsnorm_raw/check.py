@@ -255,8 +255,7 @@ def _trial(
 
 def _names(problem: Problem) -> tuple[list[str], list[str]]:
     """The tensors that a problem reads and those that it writes."""
-    inputs = [each.name for each in problem.operands if not each.is_output]
-    return inputs, [each.name for each in problem.operands if each.is_output]
+    return [each.name for each in problem.inputs], [each.name for each in problem.outputs]
 
 
 # ---- data and reference of a trial --------------------------------------------------------------

@@ -291,6 +291,16 @@ class Problem:
             ]
         return tuple(operand for operand in found if operand)
 
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The operands that are read."""
+        return tuple(operand for operand in self.operands if not operand.is_output)
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The operands that are written."""
+        return tuple(operand for operand in self.operands if operand.is_output)
+
     def logical_bytes(self) -> int:
         """Bytes that the operation must move through device memory, each tensor once.
 

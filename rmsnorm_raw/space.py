@@ -86,7 +86,7 @@ def ring_stranger(problem: Problem) -> str | None:
 def row_stores(problem: Problem, config: Config) -> int:
     """Stores that a lane makes for one of its vectors of a row, each of at most 16 bytes."""
     each = elements(problem, config)
-    outputs = (o for o in problem.operands if o.is_output and o.is_matrix)
+    outputs = (output for output in problem.outputs if output.is_matrix)
     return sum(-(-each * stored_bytes(output.dtype) // 16) for output in outputs)
 
 

@@ -25,8 +25,7 @@ Tensors = Mapping[str, Any]  # torch's, by name
 
 def judged(problem: Problem) -> tuple[str, ...]:
     """The outputs that are asked for: all but rstd, which of Liger's sum is the rounded sum's."""
-    written = (operand.name for operand in problem.operands if operand.is_output)
-    return tuple(name for name in written if name != "rstd")
+    return tuple(each.name for each in problem.outputs if each.name != "rstd")
 
 
 def judge(problem: Problem, clone: Tensors, untouched: Tensors, results: Tensors) -> Verdict:
@@ -40,7 +39,7 @@ def judge(problem: Problem, clone: Tensors, untouched: Tensors, results: Tensors
     """
     import torch
 
-    dtypes = {operand.name: operand.dtype for operand in problem.operands if operand.is_output}
+    dtypes = {each.name: each.dtype for each in problem.outputs}
     limits = {name: LIMITS[dtypes[name]] for name in judged(problem)}
     if "dweight" in limits:  # as coarse as the activations
         limits["dweight"] = max(limits["dweight"], LIMITS[problem.dtype])

@@ -67,7 +67,6 @@ class Cell:
         import torch
 
         problem = self.problem
-        inputs = [operand for operand in problem.operands if not operand.is_output]
         where = "cpu" if self.backend.device.simulated else "cuda"
         clones = tuple(
             {
@@ -76,7 +75,7 @@ class Cell:
                     dtype=getattr(torch, each.dtype),
                     device=where,
                 )
-                for each in inputs
+                for each in problem.inputs
             }
             for _ in range(self.clones)
         )
