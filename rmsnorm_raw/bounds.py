@@ -272,8 +272,6 @@ _CONSTANTS = {  # and what the chain is divided by
 }
 #: an 8-bit y may round either way so near to a tie, relative
 TIE = 1e-5
-#: the smallest scale of a row
-LEAST_SCALE = 2.0**-100
 
 
 def bound_factor(output: str, chain: int) -> float:

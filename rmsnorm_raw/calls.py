@@ -15,20 +15,26 @@ from typing import Any, Literal
 import numpy as np
 
 from rmsnorm_raw import interop, launch, space, strides
-from rmsnorm_raw.bounds import LEAST_SCALE
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import MAX_HEAD_COLS, MAX_SHARED_HEADS, number
+from rmsnorm_raw.extras import LEAST_SCALE, MAX_HEAD_COLS, MAX_SHARED_HEADS, number
 from rmsnorm_raw.interop import View
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import MATRICES, Operand, Problem
+from rmsnorm_raw.problem import MATRICES, OF_ROWS, Operand, Problem
 from rmsnorm_raw.ready import SCRATCH_ALIGNMENT, Ready, alignment_bytes_of, prepare, serving
 
 #: what is left of a caller's ``config`` when its slug is parsed
 Chosen = Config | Ready | Literal["ladder"] | None
 #: a caller's name of a result, where it is not the tensor's
 ARGUMENT = {"y": "out", "rstd": "rstd_out", "scale": "scale_out"}
+#: what makes a call write a result that it need not
+ASKED_WITH = {
+    "rstd": "store_rstd=True", "residual_out": "a residual or residual_dtype",
+    "scale": 'scale="dynamic"', "dx": "need_dx=True",
+    "dweight": "a weight and need_dweight=True", "dbias": "need_dbias=True",
+    "dresidual": "need_dx=True",
+}  # fmt: skip
 #: numbers that float32 can divide by, and one by them
 SCALES = 2.0**-126, 2.0**126
 
@@ -207,13 +213,13 @@ class Call:
         """Raise InvalidInput where a given target cannot take its result."""
         if not self.targets:
             return
-        written = {each.name: each for each in problem.operands if each.is_output}
+        written = {each.name: each for each in problem.outputs}
         for name, seen in self.targets.items():
             argument = ARGUMENT.get(name, name)
             if name not in written:
                 raise InvalidInput(
-                    f"{argument} is given, and {problem} writes no such thing: ask for it, or "
-                    f"leave {argument} out"
+                    f"{argument} is given, and {problem} writes no such thing: leave "
+                    f"{argument} out, or ask for it with {ASKED_WITH[name]}"
                 )
             shape, dtype = self._shape(written[name]), written[name].dtype
             if seen.shape != shape or seen.dtype not in (dtype, seen.library.stored_as(dtype)):
@@ -243,8 +249,8 @@ class Call:
             )
 
     def _require_apart(self, problem: Problem) -> None:
-        """In place are the plain operation's y over x, and residual_out over the residual."""
-        may = {"residual_out": "residual"} | ({} if problem.extras else {"y": "x"})
+        """In place are y over x, and residual_out over the residual: a lane reads, then writes."""
+        may = {"residual_out": "residual", "y": "x"}
         others = dict(self.inputs)
         if self._workspace is not None:
             others["workspace"] = self._workspace
@@ -255,8 +261,8 @@ class Call:
                 if not in_place and interop.overlap(seen, read):
                     raise InvalidInput(
                         f"{argument} overlaps {other}, which it would overwrite: pass another "
-                        f"{argument}; in place are out over x, without anything beside a weight, "
-                        "and residual_out over the residual, each the very same array"
+                        f"{argument}; in place are residual_out over the residual, and out over x, "
+                        "each the very same array, and nothing else of it read or written"
                     )
             others[argument] = seen
 
@@ -280,7 +286,7 @@ class Call:
     def _shape(self, operand: Operand) -> tuple[int, ...]:
         if operand.is_matrix:
             return self.x.shape
-        return self.x.shape[:-1] if operand.name in ("rstd", "scale") else self.lists
+        return self.x.shape[:-1] if operand.name in OF_ROWS else self.lists
 
     def compute(self, problem: Problem, chosen: Chosen) -> dict[str, Any]:
         """Launch a problem on the arrays that joined.
@@ -293,8 +299,7 @@ class Call:
         with self.on_stream():
             made = {
                 each.name: self.targets.get(each.name) or self.new(self._shape(each), each.dtype)
-                for each in problem.operands
-                if each.is_output
+                for each in problem.outputs
             }
             if self.is_empty:
                 of_nothing = {

@@ -34,15 +34,16 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import LARGEST_FP8, stored_bytes
 from rmsnorm_raw.environment import fork_safe_lock
 from rmsnorm_raw.errors import InvalidInput, WrongResult
+from rmsnorm_raw.extras import LEAST_SCALE
 from rmsnorm_raw.gate import Case, Engine, HostEngine
 from rmsnorm_raw.gate_data import DATA, static_scale
 from rmsnorm_raw.gate_device import DeviceEngine
 from rmsnorm_raw.guarded import INPUT_FILL, allocate, guarded, output_fill
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.launch import SCRATCH, Tensor
 from rmsnorm_raw.module import Binary
 from rmsnorm_raw.problem import MATRICES, Problem
 
-#: what scratch tensors begin with: a counter counts from zero
+#: what scratch tensors begin as: a counter counts from zero
 SCRATCH_FILL = {"workspace": 0xFF, "counter": 0}
 Tensors = Mapping[str, Tensor]  # by their usual names
 #: The exact case keeps to fp32's 24 bits: sum(g * x) / scale is at most 16 N in steps of 1/2,
@@ -131,7 +132,7 @@ def verify(
         of_columns = space.dweight_chain(problem, config, backend.device)
         chains |= dict.fromkeys(OVER_ROWS & chains.keys(), of_columns)
     sizes = launch.tensor_bytes(problem, config, backend.device)
-    scratch = {name: sizes[name] for name in SCRATCH_FILL if name in sizes}
+    scratch = {name: sizes[name] for name in SCRATCH if name in sizes}
     engine = _engine or (HostEngine if backend.device.simulated else DeviceEngine)
     judge = partial(_judge, problem, chains=chains, scratch=scratch, seed=seed)
     verdicts = [judge(partial(run, on), engine(on)) for on in landings(backend, binary.source)]
@@ -254,8 +255,7 @@ def _trial(
 
 def _names(problem: Problem) -> tuple[list[str], list[str]]:
     """The tensors that a problem reads and those that it writes."""
-    inputs = [each.name for each in problem.operands if not each.is_output]
-    return inputs, [each.name for each in problem.operands if each.is_output]
+    return [each.name for each in problem.inputs], [each.name for each in problem.outputs]
 
 
 # ---- data and reference of a trial --------------------------------------------------------------
@@ -338,7 +338,7 @@ def _compare(
         of_y = bounds.bound_factor("y", chain)
         maxima = engine.row_maxima(case, tensors, reference.terms[0], of_y)[:, :, None]
         want, scale, slack = maxima / LARGEST_FP8[case.problem.out_dtype]
-        want = np.maximum(want, bounds.LEAST_SCALE)
+        want = np.maximum(want, LEAST_SCALE)
     else:
         first = 0 if name == "dweight" else 2
         want, scale = reference.columns[first : first + 2, None]

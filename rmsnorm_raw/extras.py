@@ -18,6 +18,8 @@ MAX_HEADS = 1 << 16
 #: program of backward works on one head, and leaves partial sums, and each number of heads is a
 #: kernel of its own, which a slice x[:, :n] of sequences would have compiled for each n
 MAX_SHARED_HEADS = 256
+#: the least scale that a row of an 8-bit y is given: that of zeros. The kernels have it too
+LEAST_SCALE = 2.0**-100
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Extras:
         heads: rows of a token; row r is head r % heads of token r // heads.
         per_head: the weight, and bias, have a row for each head: (heads, cols).
         scale: of an 8-bit y: "static", one fp32 number that is read; "dynamic", written for each
-            row: max|y|, NaN passed over, over the dtype's largest number, at least 2**-100.
+            row: max|y|, NaN passed over, over the dtype's largest number, at least
+            :data:`LEAST_SCALE`.
     """
 
     bias_dtype: str | None = None
@@ -87,14 +90,17 @@ class Extras:
         if quantised != (self.scale != "none") or (quantised and op == "backward"):
             raise InvalidInput(
                 f"out_dtype is {y_dtype} and scale is {self.scale!r}: a scale, and it alone, "
-                f"goes with a forward's {' or '.join(LARGEST_FP8)}"
+                f"goes with a forward's {' or '.join(LARGEST_FP8)}; give both, or neither"
             )
         if not -MAX_FLOAT32 <= self.weight_offset <= MAX_FLOAT32:
             raise InvalidInput(
                 f"weight_offset is {self.weight_offset!r}: it must be finite in float32"
             )
         if not has_weight and (self.weight_offset or self.per_head):
-            raise InvalidInput("weight_offset and per_head are the weight's, and there is none")
+            raise InvalidInput(
+                "weight_offset and per_head are the weight's, and there is none: give a weight, or "
+                "leave them out"
+            )
         if not (isinstance(self.heads, numbers.Integral) and 1 <= self.heads <= MAX_HEADS):
             raise InvalidInput(f"heads is {self.heads!r}: a token has 1 to {MAX_HEADS:,} heads")
         if rows % self.heads:

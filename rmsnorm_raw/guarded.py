@@ -9,7 +9,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.gate import Case, Engine
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import MATRICES
+from rmsnorm_raw.problem import MATRICES, OF_ROWS
 
 #: byte around inputs: NaN in float16, 3.4e38 in the others. Not that of outputs: a NaN that is read
 #: past a row and stored past another would leave no trace
@@ -74,9 +74,8 @@ def allocate(backend: Backend, case: Case, name: str, fill: int) -> Buffer:
     """
     (rows, cols, dtype), problem = case.shape(name), case.problem
     element, heads = stored_bytes(dtype), case.heads(name)
-    # these are read one by one; of the others a lane moves as many elements at once as of x
-    alone = name in ("rstd", "scale")
-    elements = 1 if alone else max(1, problem.alignment // problem.element_bytes)
+    # of all but these a lane moves as many elements at once as of x
+    elements = 1 if name in OF_ROWS else max(1, problem.alignment // problem.element_bytes)
     vector = elements * element
     skew = vector if problem.alignment < 16 else 0
     row_bytes = cols * element

@@ -24,6 +24,8 @@ from rmsnorm_raw.space import (
 
 #: HIP refuses a launch of 2**32 threads or more
 MAX_THREADS = (1 << 32) - 1
+#: the tensors that no caller sees
+SCRATCH = ("workspace", "counter")
 #: the tensors of an operation, in the order of the addresses that prepared launches take; a plain
 #: problem's come first
 TENSORS: dict[Op, tuple[str, ...]] = {
@@ -140,19 +142,10 @@ def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[s
     and again after it.
     """
     sizes = {operand.name: operand.size_bytes for operand in problem.operands}
-    sizes["workspace"] = workspace_bytes(problem, config, device)
+    sizes["workspace"] = _workspace_bytes(problem, config, device)
     if problem.op == "backward":
         sizes["counter"] = 4 * _counts_blocks(problem, config, device)
     return {name: size for name, size in sizes.items() if size}
-
-
-def workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:
-    """Bytes of scratch memory that a plan wants; 0 where it wants none."""
-    if not problem.rows or not problem.cols:
-        return 0
-    if problem.op == "forward":
-        return 8 * _shared_words(problem, config, device)
-    return _progress_at(problem, config, device) + 4 * config.paced
 
 
 def make_plan(
@@ -308,6 +301,14 @@ def _backward(
     if more.bias_dtype:
         args = (bias_partial, np.uint32(partials), np.uint32(columns), _at("dbias", tensors))
         yield Template("rmsnorm_dbias", grid, FINISH_BLOCK, args, lds["rmsnorm_dbias"])
+
+
+def _workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:
+    if not problem.rows or not problem.cols:
+        return 0
+    if problem.op == "forward":
+        return 8 * _shared_words(problem, config, device)
+    return _progress_at(problem, config, device) + 4 * config.paced
 
 
 def _shared_words(problem: Problem, config: Config, device: DeviceSpec) -> int:

@@ -20,7 +20,7 @@ from rmsnorm_raw.extras import MAX_HEAD_COLS, MAX_SHARED_HEADS, Casting, Scale
 from rmsnorm_raw.interop import torch_device
 from rmsnorm_raw.launch import Tensor, dense_tensor
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.strides import collapse
+from rmsnorm_raw.strides import rows_in_place
 
 #: layouts whose launches are kept, those used last
 KEPT = 1024
@@ -253,15 +253,9 @@ def collapse_all(
         shared = heads > 1 and not per_head
         if shared and (heads > MAX_SHARED_HEADS or cols > MAX_HEAD_COLS):
             continue
-        found = [
-            (
-                collapse((*shape[:split], cols), (*strides[:split], strides[-1])),
-                collapse(shape[split:], strides[split:]),
-            )
-            for strides in matrices
-        ]
-        if all(token and head for token, head in found):
-            return rows, heads, [(t[2], h[2] if heads > 1 else 0) for t, h in found if t and h]
+        found = [rows_in_place(shape, strides, heads) for strides in matrices]
+        if None not in found:
+            return rows, heads, [place for place in found if place]
     return None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rmsnorm_raw.calls import Call, Chosen
-from rmsnorm_raw.calls import rstd_of_nothing as rstd_of_nothing
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import fp8_dtype, optional_dtype_name
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
@@ -123,8 +122,8 @@ def rmsnorm_fwd(
         store_rstd: also give rstd, which :func:`rmsnorm_bwd` can use.
         out, rstd_out, residual_out, scale_out: where y, rstd, h and the rows' scales go: of their
             shapes and dtypes, rows dense, lists contiguous. ``residual_out`` may be the residual
-            itself, and ``out`` x where nothing stands beside the weight; otherwise they share
-            memory with no other array. ``residual_out=False`` leaves h unwritten.
+            itself, and ``out`` x; otherwise they share memory with no other array.
+            ``residual_out=False`` leaves h unwritten.
         workspace: an array of :func:`rmsnorm_raw.workspace_bytes` bytes, not shared with calls on
             other streams; with it, and all results given, nothing is allocated.
         config: a Config or slug; None for the best one known (:func:`rmsnorm_raw.store.resolve`:

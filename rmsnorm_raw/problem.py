@@ -62,6 +62,8 @@ class Operand(NamedTuple):
 
 #: the tensors with an element for each of x, which have strides
 MATRICES = ("x", "dout", "y", "dx", "residual", "residual_out", "dresidual_out", "dresidual")
+#: those with a float32 a row (a static scale has one in all), which are moved one by one
+OF_ROWS = ("rstd", "scale")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -288,6 +290,16 @@ class Problem:
                 columns("dbias", more.bias_dtype, True),
             ]
         return tuple(operand for operand in found if operand)
+
+    @property
+    def inputs(self) -> tuple[Operand, ...]:
+        """The operands that are read."""
+        return tuple(operand for operand in self.operands if not operand.is_output)
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        """The operands that are written."""
+        return tuple(operand for operand in self.operands if operand.is_output)
 
     def logical_bytes(self) -> int:
         """Bytes that the operation must move through device memory, each tensor once.

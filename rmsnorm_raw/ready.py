@@ -18,14 +18,14 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.interop import Device
-from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import Problem, require_problem
+from rmsnorm_raw.launch import SCRATCH, Tensor
+from rmsnorm_raw.problem import OF_ROWS, Problem, require_problem
 from rmsnorm_raw.source import render
 
 #: problems, and binaries, kept by a process; a model needs a few dozen
 KEPT = 1024
-#: the tensors that no caller sees, and what each is aligned to, in bytes
-SCRATCH, SCRATCH_ALIGNMENT = ("workspace", "counter"), 16
+#: what each scratch tensor is aligned to, in bytes
+SCRATCH_ALIGNMENT = 16
 
 
 class Ready(NamedTuple):
@@ -168,8 +168,7 @@ def alignment_bytes_of(problem: Problem, places: Mapping[str, Tensor]) -> int:
     """Bytes of x that a lane may move at once, by all addresses and strides.
 
     Elements have sizes of their own: as many of each tensor as v bytes of x hold are moved in
-    pieces of at most 16 bytes, and these must be aligned. Those of a row (rstd, a scale) are moved
-    one by one.
+    pieces of at most 16 bytes, and these must be aligned. Those of a row are moved one by one.
 
     Args:
         problem: whose alignment is asked for.
@@ -178,7 +177,7 @@ def alignment_bytes_of(problem: Problem, places: Mapping[str, Tensor]) -> int:
     vec = 16
     for operand in problem.operands:
         place = places.get(operand.name)
-        if place is None or operand.name in ("rstd", "scale"):
+        if place is None or operand.name in OF_ROWS:
             continue
         each = stored_bytes(operand.dtype)
         bits = place.address | (place.row_stride | place.head_stride) * each

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from rmsnorm_raw.config import Config, Finish, Policy
 from rmsnorm_raw.device import DeviceSpec
-from rmsnorm_raw.dtypes import stored_bytes
+from rmsnorm_raw.dtypes import fp8_dtype, stored_bytes
 from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.problem import Problem
 
@@ -86,7 +86,7 @@ def ring_stranger(problem: Problem) -> str | None:
 def row_stores(problem: Problem, config: Config) -> int:
     """Stores that a lane makes for one of its vectors of a row, each of at most 16 bytes."""
     each = elements(problem, config)
-    outputs = (o for o in problem.operands if o.is_output and o.is_matrix)
+    outputs = (output for output in problem.outputs if output.is_matrix)
     return sum(-(-each * stored_bytes(output.dtype) // 16) for output in outputs)
 
 
@@ -377,7 +377,7 @@ def one_head_reason(config: Config) -> str | None:
 
 
 def _reject_fp8(out_dtype: str, device: DeviceSpec) -> str | None:
-    has = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
+    has = fp8_dtype(device.arch)
     if out_dtype != has:
         return f"{device.arch} converts to {has}, not {out_dtype}"
     version = device.arch.removeprefix("sm_")

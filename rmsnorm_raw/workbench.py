@@ -135,16 +135,15 @@ class Kernel:
     def __call__(self, *arrays: Any) -> ops.Forward | ops.Backward:
         """Run this very source on arrays: k(x, w), or k(dout, x, w, rstd) for backward.
 
-        The arrays are those that ``k.problem.operands`` reads, in its order: x, weight, bias,
-        residual, scale; or dout, x, weight, rstd, dresidual_out. What the problem does not have is
-        left out. Arrays and results are those of
-        :func:`rmsnorm_fwd` and :func:`rmsnorm_bwd`.
+        The arrays are those of ``k.problem.inputs``, in its order: x, weight, bias, residual,
+        scale; or dout, x, weight, rstd, dresidual_out. What the problem does not have is left out.
+        Arrays and results are those of :func:`rmsnorm_fwd` and :func:`rmsnorm_bwd`.
 
         Raises:
             InvalidInput: an array is not what the kernel was built for.
         """
         p, more = self.problem, self.problem.extras
-        names = [each.name for each in p.operands if not each.is_output]
+        names = [each.name for each in p.inputs]
         if len(arrays) != len(names):
             raise InvalidInput(f"{self!r} takes ({', '.join(names)}), not {len(arrays)} arrays")
         given: dict[str, Any] = dict(zip(names, arrays, strict=True))

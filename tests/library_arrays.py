@@ -18,7 +18,7 @@ def bits(array: Any) -> Array:
     """The stored elements of an array of any library, as unsigned integers."""
     if isinstance(array, torch.Tensor):
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[array.element_size()]
-        array = array.view(whole).numpy()
+        array = array.detach().cpu().contiguous().view(whole).numpy()
     array = np.asarray(array)
     return np.ascontiguousarray(array).view(f"u{array.itemsize}")
 

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch_cases as cases  # noqa: E402
 
 from rmsnorm_raw import nn  # noqa: E402
-from rmsnorm_raw.nn import operators  # noqa: E402
+from rmsnorm_raw.nn import plain  # noqa: E402
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -58,14 +58,14 @@ def test_compile_sees_an_opaque_operator_with_a_fake_case_4(
     graphs: list[list[str]] = []
     touched: list[str] = []
     for name in ("forward", "backward"):
-        real = getattr(operators, name)
+        real = getattr(plain, name)
 
         def watched(*args: Any, name: str = name, real: Any = real, **options: Any) -> Any:
             touched.append(name)
             assert not any(isinstance(each, torch._subclasses.FakeTensor) for each in args)
             return real(*args, **options)
 
-        monkeypatch.setattr(operators, name, watched)
+        monkeypatch.setattr(plain, name, watched)
 
     def compiler(graph: Any, inputs: Any) -> Any:
         graphs.append([str(node.target) for node in graph.graph.nodes])

@@ -121,6 +121,7 @@ HOST_CLOCKS = {
     "conftest.py",  # how long a session and its preparations took
     "cpu.py",  # the simulator's events
     "overhead.py",  # what a call costs the host is what it measures
+    "whole_operator.py",  # how long a run took, and its builds
 }
 
 

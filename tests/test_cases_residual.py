@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
 import numpy as np
 import pytest
 import whole_formula as whole
@@ -14,6 +14,7 @@ from rmsnorm_raw.problem import Problem
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import library_arrays  # noqa: E402
 import torch_cases as cases  # noqa: E402
 
 from rmsnorm_raw import nn  # noqa: E402
@@ -28,8 +29,7 @@ PATHS = [
 each_path = pytest.mark.parametrize(("forward", "backward"), PATHS, ids=[p[1] for p in PATHS])
 
 
-def normal(*shape: int, dtype: str = "bfloat16", seed: int = 0) -> Array:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+normal = functools.partial(library_arrays.normal, dtype="bfloat16")
 
 
 def same(one: Array, other: Array) -> bool:

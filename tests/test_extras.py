@@ -173,4 +173,4 @@ def test_a_persistent_grid_gives_every_head_as_many_programs() -> None:
     assert programs % 32 == 0
     assert programs <= 8 * SM_90.compute_units
     assert space.dweight_chain(problem, config, SM_90) >= programs // 32
-    assert np.prod([programs]) * 128 * 4 == launch.workspace_bytes(problem, config, SM_90)
+    assert np.prod([programs]) * 128 * 4 == launch.tensor_bytes(problem, config, SM_90)["workspace"]

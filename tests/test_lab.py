@@ -172,7 +172,9 @@ def test_an_arena_serves_the_configs_that_it_was_made_for(cpu64: Backend) -> Non
     arena = clones.arena(BACKWARD, configs, cpu64)
     assert all(arena.serves(BACKWARD, config) for config in configs)
     assert not arena.serves(replace(BACKWARD, rows=10), configs[0])
-    least = min(configs, key=lambda config: launch.workspace_bytes(BACKWARD, config, device))
+    least = min(
+        configs, key=lambda config: launch.tensor_bytes(BACKWARD, config, device)["workspace"]
+    )
     small = clones.arena(BACKWARD, [least], cpu64)
     assert not all(small.serves(BACKWARD, config) for config in configs)
 

@@ -21,7 +21,6 @@ from rmsnorm_raw.launch import (
     make_plan,
     run,
     tensor_bytes,
-    workspace_bytes,
 )
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import require_fit
@@ -70,7 +69,6 @@ def test_shared_rows_on_cuda_are_one_launch_of_whole_clusters(
     # two floats a wave in two areas, an mbarrier and a float from each block
     assert launch.lds_bytes == 16 * (config.block // 32) + 8 + 4 * blocks
     assert int(launch.args[7]) == rows
-    assert workspace_bytes(problem, config, SM_90) == 0
     assert "workspace" not in tensor_bytes(problem, config, SM_90)
 
 
@@ -90,7 +88,6 @@ def test_shared_rows_on_amd_begin_with_a_launch_that_clears_every_word(
     assert launch.entry_point == "rmsnorm_forward"
     assert (launch.grid, launch.block) == (rows * blocks, config.block)
     assert [int(launch.args[k]) for k in (6, 7, 8)] == [8 << 44, rows, 8192]
-    assert workspace_bytes(problem, config, GFX950) == 8 * count
     assert tensor_bytes(problem, config, GFX950)["workspace"] == 8 * count
 
 
@@ -99,7 +96,7 @@ def test_no_rows_to_share_want_nothing(binary: Any) -> None:
     config = Config.parse("b64-t256-v16-reg")
     for problem in (Problem.forward(0, 8192, "bf16"), Problem.forward(8, 0, "bf16")):
         assert plan(problem, config, binary) == ()
-        assert workspace_bytes(problem, config, binary.backend.device) == 0
+        assert "workspace" not in tensor_bytes(problem, config, binary.backend.device)
 
 
 def test_as_many_shared_rows_as_are_allowed_are_one_launch_under_the_limit() -> None:
@@ -119,8 +116,8 @@ def test_paced_programs_count_behind_the_partial_rows(has_dweight: bool) -> None
     plain = Config.parse("b256-t128-v16-lds3b-p1")
     paced = Config.parse("b256-t128-v16-lds3bp-p1")
     partials = 132 * 1024 * 4 * has_dweight
-    assert workspace_bytes(problem, plain, SM_90) == partials
-    assert workspace_bytes(problem, paced, SM_90) == partials + 4
+    assert tensor_bytes(problem, plain, SM_90).get("workspace", 0) == partials
+    assert tensor_bytes(problem, paced, SM_90)["workspace"] == partials + 4
     launch = plan(problem, paced, CUDA_BINARY)[0]
     assert int(launch.args[11]) == (8 << 44) + partials
     assert int(plan(problem, plain, CUDA_BINARY)[0].args[11]) == 0
@@ -191,7 +188,7 @@ def test_workspace_of_two_passes_holds_row_results_then_partials() -> None:
     problem = Problem.backward(1000, 1 << 18, "bf16")
     config = Config(block=256, path="two_pass", programs=4)
     shares = 4 * 256 // ((1 << 18) // (256 * 8))
-    assert workspace_bytes(problem, config, GFX950) == 8 * 1000 + 4 * shares * (1 << 18)
+    assert tensor_bytes(problem, config, GFX950)["workspace"] == 8 * 1000 + 4 * shares * (1 << 18)
     columns = plan(problem, config)[1]
     assert int(columns.args[9]) - (8 << 44) == 8 * 1000
     assert columns.grid == 128 * shares

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 
 from rmsnorm_raw import layouts, nn, ready  # noqa: E402
 from rmsnorm_raw.errors import InvalidInput  # noqa: E402
-from rmsnorm_raw.nn import operators  # noqa: E402
+from rmsnorm_raw.nn import plain  # noqa: E402
 from rmsnorm_raw.problem import Problem  # noqa: E402
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -428,8 +428,8 @@ def test_selective_checkpointing_can_keep_y(backend: str, monkeypatch: pytest.Mo
     """A policy sees the operator: where it saves that, no forward runs twice."""
     x, weight, dout = tensors()
     calls: list[int] = []
-    forward = operators.forward
-    monkeypatch.setattr(operators, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    forward = plain.forward
+    monkeypatch.setattr(plain, "forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
 
     def policy(context: Any, operator: Any, *args: Any, **keywords: Any) -> CheckpointPolicy:
         saves = operator is FORWARD.default

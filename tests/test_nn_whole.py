@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch_cases as plain  # noqa: E402
 import torch_whole_cases as cases  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_whole_cases import BF16, CASES, FP16, FP32, Case  # noqa: E402
 
 from rmsnorm_raw import nn  # noqa: E402
@@ -305,7 +306,7 @@ ONES = torch.ones(3, 4)
     [
         ({"residual": torch.ones(3, 5)}, r"residual is float32 \(3, 5\)"),
         ({"residual": torch.ones(1, 4)}, r"residual is float32 \(1, 4\)"),
-        ({"residual": torch.ones(3, 4).int()}, "residual is torch.int32"),
+        ({"residual": torch.ones(3, 4).int()}, "int32"),
         ({"residual": [1.0]}, "residual is list"),
         ({"residual": torch.ones(3, 4, dtype=torch.float64)}, "float64"),
         ({"bias": torch.ones(5)}, "bias has shape"),
@@ -320,13 +321,13 @@ ONES = torch.ones(3, 4)
         ({"scale": "dynamic"}, "scale"),
         ({"scale": "static", "out_dtype": FP8}, "scale is 'static': pass a tensor"),
         ({"scale": torch.ones(2), "out_dtype": FP8}, "pass one float32 number"),
-        ({"scale": 1.0, "out_dtype": FP8}, "scale is float"),
+        ({"scale": 1.0, "out_dtype": FP8}, "scale is 1.0: pass a tensor of one float32"),
         ({"weight_offset": 1.0}, "there is none"),
         ({"weight": torch.ones(4), "weight_offset": float("nan")}, "finite"),
         ({"per_head": True}, "there is none"),
         ({"per_head": True, "weight": torch.ones(4)}, "does not end with it"),
         ({"residual_inplace": True}, "no residual to write to"),
-        ({"residual_inplace": True, "prenorm": True}, "without a residual"),
+        ({"residual_inplace": True, "prenorm": True}, "no residual to write to"),
         (
             {"residual": ONES[:1].expand(3, 4), "residual_inplace": True},
             "as repeated rows do",
@@ -338,6 +339,8 @@ ONES = torch.ones(3, 4)
         ({"weight_offset": "1"}, "weight_offset is '1': pass a number"),
         ({"weight_offset": None}, "weight_offset is None: pass a number"),
         ({"weight_offset": 10**400}, "weight_offset is a number that no float can hold"),
+        ({"casting": ["llama"]}, "casting is"),
+        ({"weight_offset": [1]}, "pass a number"),
         (
             {"residual": torch.ones(3, 4), "residual_inplace": True, "residual_dtype": BF16},
             "in place it is the residual's",
@@ -515,6 +518,56 @@ def test_vmap(backend: str) -> None:
 
     for got, want in zip(torch.func.vmap(call)(x, r), call(x, r), strict=True):
         assert plain.same(got, want)
+
+
+def test_what_is_kept_for_backward(backend: str) -> None:
+    """residual_out in x's place, and no copy of what is strided."""
+    case = Case(BF16, FP32, FP32, FP32, {"prenorm": True}, "every other column")
+    given = cases.made(case, "cpu")
+    kept: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        _, out = cases.called(nn.rms_norm, case, given)
+    assert [t.data_ptr() for t in kept[:2]] == [out.data_ptr(), given.weight.data_ptr()]
+    assert [tuple(t.shape) for t in kept[2:]] == [(5,)]  # rstd
+    kept.clear()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        nn.rms_norm(given.x, given.weight, prenorm=True)
+    assert kept[0].data_ptr() == given.x.data_ptr()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(backend: str, reentrant: bool) -> None:
+    case = Case(BF16, FP32, FP32, FP32)
+    given = cases.made(case, "cpu")
+
+    def block(x: Any, residual: Any) -> Any:
+        y, out = nn.rms_norm(x, given.weight, bias=given.bias, residual=residual, prenorm=True)
+        return nn.rms_norm(y.sin(), given.weight, residual=out, casting="llama")
+
+    results = []
+    for y in (
+        block(given.x, given.residual),
+        checkpoint(block, given.x, given.residual, use_reentrant=reentrant),
+    ):
+        y.backward(given.dout)
+        results.append((y, *(leaf.grad for leaf in given.leaves)))
+        for leaf in given.leaves:
+            leaf.grad = None
+    assert all(map(plain.same, *results))
+
+
+def test_torch_func_grad_is_refused(backend: str) -> None:
+    x = plain.maker(FP32, "cpu")(3, COLS)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: nn.rms_norm(x, residual=x).sum())(x)
+
+
+def test_export(backend: str) -> None:
+    module = nn.RMSNorm(COLS, casting="llama", dtype=BF16)
+    x = plain.maker(BF16, "cpu")(7, COLS)
+    rows = torch.export.Dim("rows")
+    exported = torch.export.export(module, (x[:3],), dynamic_shapes=({0: rows},))
+    assert plain.same(exported.module()(x), module(x))
 
 
 def test_autocast_leaves_the_dtypes_alone(backend: str) -> None:

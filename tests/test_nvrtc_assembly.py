@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_nvrtc import library
+from nvrtc import library
 
 from rmsnorm_raw.backends import nvrtc_assembly
 from rmsnorm_raw.backends.nvrtc_assembly import NO_SASS, assembly

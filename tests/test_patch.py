@@ -219,7 +219,7 @@ def test_it_goes_the_way_of_our_own_calls(monkeypatch: pytest.MonkeyPatch) -> No
     """A test of equal results would pass with nothing swapped."""
     calls: list[Any] = []
     call = whole.call
-    monkeypatch.setattr(whole, "call", lambda *a, **k: calls.append(a[2]) or call(*a, **k))
+    monkeypatch.setattr(whole, "call", lambda *a, **k: calls.append(a[5]) or call(*a, **k))
     module = LlamaRMSNorm(8)
     nn.patch(module)
     module(torch.ones(2, 8, dtype=torch.bfloat16))

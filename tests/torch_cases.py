@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import ml_dtypes  # noqa: F401 - makes np.dtype("bfloat16") known
 import numpy as np
 import torch
+from library_arrays import bits
 
 from rmsnorm_raw import bounds
 
@@ -52,13 +52,6 @@ def maker(dtype: torch.dtype, device: str, seed: int = 0) -> Make:
         return torch.randn(shape, generator=generator).to(dtype).to(device)
 
     return make
-
-
-def bits(tensor: Tensor) -> np.ndarray:
-    """The stored elements as unsigned integers."""
-    dense = tensor.detach().cpu().contiguous()
-    size = dense.element_size()
-    return dense.view({2: torch.int16, 4: torch.int32}[size]).numpy().view(f"u{size}")
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -34,7 +34,9 @@ _CARRIES_UP = re.compile(r"v_mad_[ui]64|v_lshl_add_u64|[vs]_(lshl|lshlrev|mov)_b
 # both operands change
 _SWAP = re.compile(r"v_(swap|permlane\w*_swap)")
 # the result is also read: lanes that are not written keep it, or it is added to
-_KEEPS = re.compile(r"v_(fmac|mac|pk_fmac|dot\w*c|writelane)|s_(addk|mulk|cmov)|.*_dpp|.*_d16_hi")
+_KEEPS = re.compile(
+    r"v_(fmac|mac|pk_fmac|dot\w*c|writelane|cvt_pk_fp8)|s_(addk|mulk|cmov)|.*_dpp|.*_d16_hi"
+)
 
 
 class Access(NamedTuple):

@@ -4,7 +4,7 @@ Version 1: bias, residual, weight offset, the Llama family's rounding, heads, an
 
 A block works on one of a token's heads, the next block on the next one, so that blocks that run
 together read memory that lies together; to the kernel the tokens are the rows, and all pointers are
-the head's. Residuals are never restrict: residual_out may be the residual.
+the head's. Forward's residuals are never restrict: residual_out may be the residual.
 """
 
 TEXT = r"""

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from rmsnorm_raw.dtypes import LARGEST_FP8
-
-#: the least scale of a row: that of zeros
-LEAST_SCALE = 2.0**-100
+from rmsnorm_raw.extras import LEAST_SCALE
 
 
 def wide_dtype(tensor: Any) -> Any:

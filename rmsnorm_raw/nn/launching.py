@@ -34,11 +34,15 @@ def is_eager(x: Any, weight: Any, *more: Any) -> bool:
         or not (x.is_cuda or x.is_cpu)
         or x.is_neg()  # the dispatcher resolves it
         or (weight is not None and weight.is_neg())
-        or (
-            more
-            and any(type(one) not in _PLAIN or (one is not None and one.is_neg()) for one in more)
-        )
+        or (more and not _are_plain(more))
     )
+
+
+def _are_plain(tensors: tuple[Any, ...]) -> bool:
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
+            return False
+    return True
 
 
 def require_tensors(x: Any, **others: Any) -> None:
@@ -98,12 +102,12 @@ def launch(
     return None
 
 
-def empty_like(x: Any, prepared: layouts.Prepared) -> Any:
-    """A new contiguous tensor of x's shape, dtype and device."""
+def empty_like(x: Any, prepared: layouts.Prepared, dtype: Any = None) -> Any:
+    """A new contiguous tensor of x's shape and device, and of its dtype unless one is given."""
     index = x.get_device()
     if index < 0 or index != _current_device() or _empty_cuda is None:
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _empty_cuda(prepared.shape, prepared.strides, x.dtype)
+        return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return _empty_cuda(prepared.shape, prepared.strides, dtype or x.dtype)
 
 
 def dense(tensor: Any) -> tuple[Any, int]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch.autograd import forward_ad
 
+from rmsnorm_raw import layouts
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import Casting, Scale, casting_of, number
+from rmsnorm_raw.extras import Casting, casting_of, number
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import whole
 from rmsnorm_raw.nn.launching import is_eager, require_tensors
-from rmsnorm_raw.nn.operators import PlainNorm, forward
+from rmsnorm_raw.nn.plain import PlainNorm, forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,7 +94,7 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None, **more: Unpac
     if eps is None:
         eps = torch.finfo(x.dtype).eps if x.dtype is torch.float64 else EPS
     if forward_ad._current_level >= 0:  # forward mode, whose tangents are in no flag of a tensor
-        return whole.by_formula((x, weight, None, None), None, Whole(eps))[0]
+        return whole.by_formula(x, weight, None, None, None, Whole(eps))[0]
     if not eager:
         return torch.ops.rmsnorm_raw.rmsnorm_fwd(x, weight, eps)[0]
     wanted = x.requires_grad or (weight is not None and weight.requires_grad)
@@ -118,13 +120,18 @@ def _with_more(
     residual_inplace: bool = False,
 ) -> Any:
     """:func:`rms_norm` with any of its keywords."""
-    static = None if isinstance(scale, str) else scale
-    require_tensors(x, weight=weight, bias=bias, residual=residual, scale=static)
-    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise InvalidInput(f"{name} is {dtype!r}: pass a torch.dtype")
+    static, kind = None, scale
+    if isinstance(scale, torch.Tensor):
+        static, kind = scale, "static"
+    elif scale not in (None, "dynamic"):
+        raise InvalidInput(
+            f"scale is {scale!r}: pass a tensor of one float32 on {x.device}, or 'dynamic'"
+        )
+    eager = is_eager(x, weight, bias, residual, static)
+    if not eager:
+        require_tensors(x, weight=weight, bias=bias, residual=residual, scale=static)
     lists = bias if weight is None else weight
-    if lists is not None and lists.dim() > 1 and not per_head:
+    if lists is not None and not per_head and lists.dim() > 1:
         dims = _require_end(x, lists, "bias" if weight is None else "weight")
         if weight is not None and bias is not None and bias.shape != weight.shape:
             raise InvalidInput(
@@ -138,41 +145,108 @@ def _with_more(
             "residual_dtype": residual_dtype, "residual_inplace": residual_inplace,
         }  # fmt: skip
         return _over(dims, x, weight, eps, more)
-    if eps is None:
-        eps = torch.finfo(x.dtype).eps if x.dtype is torch.float64 else EPS
-    casting = casting_of(casting)
-    if x.dtype in (torch.float32, torch.float64):  # rounds to what it is
-        casting = "none"
-    if out_dtype is x.dtype:
-        out_dtype = None
-    kind, offset = _kind_of_scale(x, scale), number("weight_offset", weight_offset)
-    rest = Whole(eps, offset, casting, per_head, out_dtype, None, kind)
-    if rest == Whole(eps) and bias is None and residual is None and not prenorm:
-        if residual_inplace:
-            raise InvalidInput("residual_inplace=True, and no residual to write to")
+    if static is not None:
+        _require_scale(x, static)
+    wanted = torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    )
+    words = (
+        x.dtype, None if residual is None else residual.dtype, eps, weight_offset, casting,
+        out_dtype, residual_dtype, kind, per_head, prenorm, residual_inplace, wanted,
+    )  # fmt: skip
+    try:
+        asked = (_found if eager else _asked)(*words)
+    except TypeError:  # a list, say, which cannot be looked up
+        asked = _asked(*words)
+    if asked.is_plain and bias is None and residual is None:
         return rms_norm(x, weight, eps)
     y, residual_out, scales = whole.call(
-        (x, weight, bias, residual), static, rest, prenorm=prenorm, in_place=residual_inplace,
-        residual_dtype=residual_dtype,
-    )  # fmt: skip
-    results = (y, *([residual_out] if prenorm else []), *([scales] if scales is not None else []))
-    return results if len(results) > 1 else y
+        x, weight, bias, residual, static, asked.more, eager, wanted, residual_inplace
+    )
+    if prenorm:
+        residual_out = x if asked.passes else residual_out
+        return (y, residual_out) if scales is None else (y, residual_out, scales)
+    return y if scales is None else (y, scales)
 
 
 rms_norm.__signature__ = inspect.signature(_with_more)  # type: ignore[attr-defined]
 
 
-def _kind_of_scale(x: Any, scale: Any) -> Scale:
-    if scale is None or isinstance(scale, str):
-        if scale not in (None, "dynamic"):
-            raise InvalidInput(f"scale is {scale!r}: pass a tensor, or 'dynamic'")
-        return "none" if scale is None else "dynamic"
+class _Asked(NamedTuple):
+    """What a call asks for, by the words of :mod:`rmsnorm_raw.layouts`.
+
+    Attributes:
+        more: all that is no tensor.
+        is_plain: nothing but x and a weight, as far as this knows.
+        passes: x itself is residual_out.
+    """
+
+    more: Whole
+    is_plain: bool
+    passes: bool
+
+
+def _asked(
+    x: Any, residual: Any, eps: float | None, weight_offset: float, casting: Casting,
+    out_dtype: Any, residual_dtype: Any, scale: Any, per_head: bool, prenorm: bool,
+    in_place: bool, wanted: bool,
+) -> _Asked:  # fmt: skip
+    """What the keywords of a call come to.
+
+    Args:
+        x: its dtype, and so for the residual; None for none.
+        eps: the call's, and so for all others but these two.
+        scale: None, "static" or "dynamic".
+        wanted: whether there is to be a gradient.
+    """
+    for name, dtype in (("out_dtype", out_dtype), ("residual_dtype", residual_dtype)):
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise InvalidInput(f"{name} is {dtype!r}: pass a torch.dtype")
+    if wanted and scale is not None:
+        raise InvalidInput(
+            "an 8-bit y has no gradient, and one is asked for: call under torch.no_grad()"
+        )
+    own_dtype = x if residual is None else residual
+    if in_place:
+        if residual is None:
+            raise InvalidInput("residual_inplace=True, and no residual to write to")
+        if wanted:
+            raise InvalidInput(
+                "residual_inplace=True overwrites what a gradient needs: call under torch.no_grad()"
+            )
+        if residual_dtype not in (None, residual):
+            raise InvalidInput(
+                f"residual_dtype is {residual_dtype}, and in place it is the residual's, {residual}"
+            )
+    residual_dtype = residual_dtype or own_dtype
+    casting = casting_of(casting)
+    if x in (torch.float32, torch.float64):  # rounds to what it is
+        casting = "none"
+    if eps is None:
+        eps = torch.finfo(x).eps if x is torch.float64 else EPS
+    more = Whole(
+        eps, number("weight_offset", weight_offset), casting, per_head,
+        None if out_dtype is x else out_dtype, None, scale or "none",
+    )  # fmt: skip
+    is_plain = more == Whole(eps) and not prenorm
+    passes = prenorm and residual is None and residual_dtype is x and not wanted
+    if (prenorm and not passes) or in_place or (wanted and residual is not None):
+        more = more._replace(residual_out_dtype=residual_dtype)
+    return _Asked(more, is_plain, passes)
+
+
+_found = functools.lru_cache(maxsize=layouts.KEPT)(_asked)
+
+
+def _require_scale(x: Any, scale: Any) -> None:
     if scale.numel() != 1 or scale.dtype is not torch.float32 or scale.device != x.device:
         raise InvalidInput(
             f"scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}: pass one float32 "
             f"number on {x.device}"
         )
-    return "static"
 
 
 def _require_end(x: Any, lists: Any, name: str = "weight") -> int:

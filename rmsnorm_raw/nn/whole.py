@@ -19,13 +19,15 @@ import torch
 from torch.autograd import forward_ad
 
 from rmsnorm_raw import interop, layouts
+from rmsnorm_raw.calls import rstd_of_nothing
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import Scale
+from rmsnorm_raw.extras import LEAST_SCALE, Scale
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import formula
 from rmsnorm_raw.nn.launching import (
     DEVICES,
     dense,
+    empty_like,
     is_batched,
     is_eager,
     kind_of,
@@ -34,41 +36,31 @@ from rmsnorm_raw.nn.launching import (
     require_real,
     simulates,
 )
-from rmsnorm_raw.ops import rstd_of_nothing
-
-Tensors = tuple[Any, Any, Any, Any]  # x, weight, bias, residual
 
 
 def call(
-    tensors: Tensors, scale: Any, more: Whole, *, prenorm: bool, in_place: bool, residual_dtype: Any
-) -> tuple[Any, Any, Any]:
+    x: Any, weight: Any, bias: Any, residual: Any, scale: Any, more: Whole, eager: bool,
+    wanted: bool, in_place: bool,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """(y, residual_out, scale of each row); the last two None where not asked for.
 
     Args:
-        tensors: x, weight, bias and residual, the weight and the bias of x's last dimension, or
-            with per_head of the last two.
+        x: its rows are of the last dimension.
+        weight: of that dimension, with per_head of the last two.
+        bias: likewise.
+        residual: like x.
         scale: a static one, or None.
-        more: all that is no tensor, its residual_out_dtype still open.
-        prenorm: residual_out is wanted.
-        in_place: it is written into the residual.
-        residual_dtype: of residual_out; None for the residual's, x's without one.
+        more: all that is no tensor.
+        eager: see :func:`rmsnorm_raw.nn.launching.is_eager`.
+        wanted: whether there is to be a gradient.
+        in_place: residual_out is written into the residual.
     """
-    x, weight, bias, residual = tensors
-    eager = is_eager(x, weight, bias, residual, scale)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if wanted and more.scale != "none":
+    if in_place and not (residual.is_contiguous() or _is_apart(residual)):
         raise InvalidInput(
-            "an 8-bit y has no gradient, and one is asked for: call under torch.no_grad()"
+            "the residual's elements overlap, as repeated rows do, and cannot be written in place"
         )
-    own_dtype = (x if residual is None else residual).dtype
-    residual_dtype = residual_dtype or own_dtype
-    if in_place:
-        _require_in_place(x, residual, wanted, residual_dtype)
-    passes = prenorm and residual is None and residual_dtype is x.dtype and not wanted
-    stored = (prenorm and not passes) or in_place or (wanted and residual is not None)
-    more = more._replace(residual_out_dtype=residual_dtype if stored else None)
     if forward_ad._current_level >= 0:
-        y, _, residual_out, scales = by_formula(tensors, scale, more)
+        y, _, residual_out, scales = by_formula(x, weight, bias, residual, scale, more)
     elif not eager:
         y, _, residual_out, scales = torch.ops.rmsnorm_raw.rmsnorm_whole_fwd(
             x, weight, bias, residual, scale, more.eps, more.weight_offset, more.casting,
@@ -79,28 +71,12 @@ def call(
         y, residual_out = WholeNorm.apply(x, weight, bias, residual, more)
         scales = None
     else:
-        y, _, residual_out, scales = forward(tensors, scale, more, False, in_place)
+        y, _, residual_out, scales = forward(
+            x, weight, bias, residual, scale, more, False, in_place
+        )
     if in_place and residual_out is not residual:
         residual_out = residual.copy_(residual_out)
-    return y, x if passes else residual_out, scales
-
-
-def _require_in_place(x: Any, residual: Any, wanted: bool, residual_dtype: Any) -> None:
-    if residual is None:
-        raise InvalidInput("residual_inplace=True without a residual: there is nothing to write to")
-    if wanted:
-        raise InvalidInput(
-            "residual_inplace=True overwrites what a gradient needs: call under torch.no_grad()"
-        )
-    if residual_dtype is not residual.dtype:
-        raise InvalidInput(
-            f"residual_dtype is {residual_dtype}, and in place it is the residual's, "
-            f"{residual.dtype}"
-        )
-    if not _is_apart(residual):
-        raise InvalidInput(
-            "the residual's elements overlap, as repeated rows do, and cannot be written in place"
-        )
+    return y, residual_out, scales
 
 
 def _is_apart(tensor: Any) -> bool:
@@ -120,8 +96,8 @@ class WholeNorm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, more: Whole) -> Any:
         """y and residual_out."""
-        y, rstd, residual_out, _ = forward((x, weight, bias, residual), None, more, True)
-        _keep(ctx, (x, weight, bias, residual), rstd, residual_out, more)
+        y, rstd, residual_out, _ = forward(x, weight, bias, residual, None, more, True)
+        _keep(ctx, x, weight, bias, residual, rstd, residual_out, more)
         if residual_out is not None and _is_constant(ctx):
             ctx.mark_non_differentiable(residual_out)
         return y, residual_out
@@ -132,10 +108,15 @@ class WholeNorm(torch.autograd.Function):  # type: ignore[misc]
         return *_gradients(ctx, dout, dresidual_out, directly=True), None
 
 
-def _keep(ctx: Any, tensors: Tensors, rstd: Any, residual_out: Any, more: Whole) -> None:
-    x, weight, bias, residual = tensors
+def _keep(
+    ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, rstd: Any, residual_out: Any,
+    more: Whole,
+) -> None:  # fmt: skip
     ctx.save_for_backward(x if residual is None else residual_out, weight, rstd)
-    ctx.more, ctx.dtypes = more, [None if t is None else t.dtype for t in (x, bias, residual)]
+    ctx.more = more
+    ctx.dtypes = (
+        x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
+    )  # fmt: skip
     ctx.set_materialize_grads(False)
 
 
@@ -182,9 +163,10 @@ def _gradients(ctx: Any, dout: Any, dresidual_out: Any, directly: bool) -> tuple
 # ---- launches ------------------------------------------------------------------------------------
 
 
-def by_formula(tensors: Tensors, scale: Any, more: Whole) -> tuple[Any, Any, Any, Any]:
+def by_formula(
+    x: Any, weight: Any, bias: Any, residual: Any, scale: Any, more: Whole
+) -> tuple[Any, Any, Any, Any]:
     """As :func:`forward`, in torch's operations."""
-    x, weight, bias, residual = tensors
     require_real(x=x, weight=weight, bias=bias, residual=residual)
     layouts.require_whole(kind_of(x), kind_of(weight), kind_of(bias), kind_of(residual), more)
     return formula.forward(
@@ -195,18 +177,21 @@ def by_formula(tensors: Tensors, scale: Any, more: Whole) -> tuple[Any, Any, Any
 
 
 def forward(
-    tensors: Tensors, scale: Any, more: Whole, store_rstd: bool, in_place: bool = False
-) -> tuple[Any, Any, Any, Any]:
+    x: Any, weight: Any, bias: Any, residual: Any, scale: Any, more: Whole, store_rstd: bool,
+    in_place: bool = False,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """(y, rstd, residual_out, scale of each row), None where not wanted.
 
     With ``in_place`` residual_out is the residual, written, unless its layout asks for a copy.
     """
-    x, weight, bias, residual = tensors
     if x.is_cpu and not simulates():
-        return by_formula(tensors, scale, more)
-    require_real(x=x, weight=weight, bias=bias, residual=residual)
-    (weight, weight_address), (bias, bias_address) = dense(weight), dense(bias)
-    address, residual_address = x.data_ptr(), 0 if residual is None else residual.data_ptr()
+        return by_formula(x, weight, bias, residual, scale, more)
+    try:
+        (weight, weight_address), (bias, bias_address) = dense(weight), dense(bias)
+        address, residual_address = x.data_ptr(), 0 if residual is None else residual.data_ptr()
+    except RuntimeError:
+        require_real(x=x, weight=weight, bias=bias, residual=residual)
+        raise
     in_place = in_place and not _shares(x, residual)
     prepared = layouts.whole_forward(
         layout_of(x), kind_of(weight), kind_of(bias), layout_of(residual),
@@ -215,16 +200,17 @@ def forward(
     )  # fmt: skip
     if prepared is None:
         rows = None if residual is None else residual.contiguous()
-        return forward((x.contiguous(), weight, bias, rows), scale, more, store_rstd)
+        return forward(x.contiguous(), weight, bias, rows, scale, more, store_rstd)
     rstd = residual_out = scales = None
-    scale_address = residual_out_address = 0
-    y = torch.empty(x.shape, dtype=more.out_dtype or x.dtype, device=x.device)
+    rstd_address = scale_address = residual_out_address = 0
+    y = empty_like(x, prepared, more.out_dtype)
     if store_rstd:
         rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        rstd_address = rstd.data_ptr()
     if more.residual_out_dtype is not None:
         residual_out = residual
         if not in_place:
-            residual_out = torch.empty(x.shape, dtype=more.residual_out_dtype, device=x.device)
+            residual_out = empty_like(x, prepared, more.residual_out_dtype)
         residual_out_address = residual_out.data_ptr()
     if more.scale == "dynamic":
         scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -233,15 +219,14 @@ def forward(
         scale_address = scale.data_ptr()
     if prepared.launches:
         launch(
-            prepared, x,
-            (address, weight_address, y.data_ptr(), 0 if rstd is None else rstd.data_ptr()),
+            prepared, x, (address, weight_address, y.data_ptr(), rstd_address),
             (bias_address, residual_address, residual_out_address, scale_address),
         )  # fmt: skip
     else:
         if rstd is not None:
             rstd.fill_(rstd_of_nothing(more.eps))
         if scales is not None:
-            scales.fill_(formula.LEAST_SCALE)
+            scales.fill_(LEAST_SCALE)
     if in_place and not residual.is_inference():
         torch.autograd.graph.increment_version(residual)
     return y, rstd, residual_out, scales
@@ -277,16 +262,13 @@ def backward(
     if prepared is None:
         rows = None if dresidual_out is None else dresidual_out.contiguous()
         return backward(dout.contiguous(), h.contiguous(), weight, rstd, rows, *more)
-    lists = h.shape[-2:] if per_head else h.shape[-1:]
-    device = h.device
-    dx, dresidual = (
-        None if dtype is None else torch.empty(h.shape, dtype=dtype, device=device)
-        for dtype in (dx_dtype, dresidual_dtype)
-    )
-    dweight, dbias = (
-        None if dtype is None else torch.empty(lists, dtype=dtype, device=device)
-        for dtype in (weight.dtype if need_dweight else None, dbias_dtype)
-    )
+    dx = None if dx_dtype is None else empty_like(h, prepared, dx_dtype)
+    dresidual = None if dresidual_dtype is None else empty_like(h, prepared, dresidual_dtype)
+    dweight = torch.empty_like(weight) if need_dweight else None
+    dbias = None
+    if dbias_dtype is not None:
+        lists = h.shape[-2:] if per_head else h.shape[-1:]
+        dbias = torch.empty(lists, dtype=dbias_dtype, device=h.device)
     if prepared.launches:
         launch(
             prepared, h,
@@ -329,7 +311,7 @@ def _forward_operator(
     x: Any, weight: Any, bias: Any, residual: Any, scale: Any, *rest: Any
 ) -> tuple[Any, Any, Any, Any]:
     more = _whole(scale, *rest)
-    return _filled(x, *forward((x, weight, bias, residual), scale, more, True))
+    return _filled(x, *forward(x, weight, bias, residual, scale, more, True))
 
 
 def _backward_operator(dout: Any, h: Any, *rest: Any) -> tuple[Any, Any, Any, Any]:
@@ -380,9 +362,10 @@ def _backward_fake(
 
 
 def _keep_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    more = _whole(*inputs[4:])
+    x, weight, bias, residual, *rest = inputs
+    more = _whole(*rest)
     y, rstd, residual_out, scales = output
-    _keep(ctx, inputs[:4], rstd, residual_out, more)
+    _keep(ctx, x, weight, bias, residual, rstd, residual_out, more)
     fixed = [rstd, scales]
     fixed += [residual_out] if more.residual_out_dtype is None or _is_constant(ctx) else []
     fixed += [y] if more.scale != "none" else []

@@ -12,22 +12,20 @@ from typing import Any
 
 from rmsnorm_raw.check import Verdict
 from rmsnorm_raw.dtypes import LARGEST_FP8
+from rmsnorm_raw.extras import LEAST_SCALE
 from rmsnorm_raw.problem import Problem
 
 #: relative L2 error of an output, at most: about twice that of one rounding
 LIMITS = {"bfloat16": 3e-3, "float16": 4e-4, "float32": 1e-6} | dict.fromkeys(LARGEST_FP8, 5e-2)
 #: elements that are worked on at a time, in several float64 temporaries
 GATE_ELEMENTS = 1 << 24
-#: a dynamic scale is at least this
-LEAST_SCALE = 2.0**-100
 
 Tensors = Mapping[str, Any]  # torch's, by name
 
 
 def judged(problem: Problem) -> tuple[str, ...]:
     """The outputs that are asked for: all but rstd, which of Liger's sum is the rounded sum's."""
-    written = (operand.name for operand in problem.operands if operand.is_output)
-    return tuple(name for name in written if name != "rstd")
+    return tuple(each.name for each in problem.outputs if each.name != "rstd")
 
 
 def judge(problem: Problem, clone: Tensors, untouched: Tensors, results: Tensors) -> Verdict:
@@ -41,7 +39,7 @@ def judge(problem: Problem, clone: Tensors, untouched: Tensors, results: Tensors
     """
     import torch
 
-    dtypes = {operand.name: operand.dtype for operand in problem.operands if operand.is_output}
+    dtypes = {each.name: each.dtype for each in problem.outputs}
     limits = {name: LIMITS[dtypes[name]] for name in judged(problem)}
     if "dweight" in limits:  # as coarse as the activations
         limits["dweight"] = max(limits["dweight"], LIMITS[problem.dtype])

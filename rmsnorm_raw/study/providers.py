@@ -67,7 +67,6 @@ class Cell:
         import torch
 
         problem = self.problem
-        inputs = [operand for operand in problem.operands if not operand.is_output]
         where = "cpu" if self.backend.device.simulated else "cuda"
         clones = tuple(
             {
@@ -76,7 +75,7 @@ class Cell:
                     dtype=getattr(torch, each.dtype),
                     device=where,
                 )
-                for each in inputs
+                for each in problem.inputs
             }
             for _ in range(self.clones)
         )
@@ -309,33 +308,45 @@ def _autograd(cell: Cell, function: Callable[[Any, Any], Any], config: str) -> C
         leaves = tuple(t[name].detach().requires_grad_() for name in ("x", "weight"))
         graph = (function(*leaves), leaves, t["dout"])
         operations.append(functools.partial(torch.autograd.grad, *graph, retain_graph=True))
-    return _gated(cell, operations, config)
+    return gated(str(cell.problem), operations, functools.partial(judge, cell), config)
 
 
 # ---- calls and their gate ------------------------------------------------------------------------
 
 
 def _over(cell: Cell, operation: Callable[[Inputs], Results], config: str) -> Contender:
-    return _gated(cell, [functools.partial(operation, clone) for clone in cell.inputs], config)
+    operations = [functools.partial(operation, clone) for clone in cell.inputs]
+    return gated(str(cell.problem), operations, functools.partial(judge, cell), config)
 
 
-def _gated(cell: Cell, operations: Sequence[Callable[[], Results]], config: str) -> Contender:
+def gated(
+    what: str,
+    operations: Sequence[Callable[[], Any]],
+    judge: Callable[[Any], check.Verdict],
+    config: str,
+) -> Contender:
     """A contender of one operation a clone, the first of which is judged.
 
+    Args:
+        what: is computed, in words.
+        operations: each gives its results, which are kept until its next turn.
+        judge: of the first one's results.
+        config: see :class:`Contender`.
+
     Raises:
-        WrongResult: the peers' gate failed.
+        WrongResult: the gate failed.
     """
-    verdict = judge(cell, operations[0]())
+    verdict = judge(operations[0]())
     if not verdict.passed:
-        raise WrongResult(f"{cell.problem}, {config}: {verdict.message}; it gets no time")
+        raise WrongResult(f"{what}, {config}: {verdict.message}; it gets no time")
     return Contender([_keeping(operation) for operation in operations], config, verdict)
 
 
-def _keeping(operation: Callable[[], Results]) -> Call:
+def _keeping(operation: Callable[[], Any]) -> Call:
     kept: list[Any] = []
 
     def run() -> None:
-        kept[:] = operation()  # the old results are freed once the new ones have their memory
+        kept[:] = [operation()]  # the old results are freed once the new ones have their memory
 
     return run
 

@@ -66,10 +66,8 @@ class WholeCell:
         """
         import torch
 
-        first: Tensors = {}
+        first = {each.name: self._empty(each) for each in self.problem.inputs}
         draw = torch.Generator(self._where).manual_seed(0)
-        for operand in (o for o in self.problem.operands if not o.is_output):
-            first[operand.name] = self._empty(operand)
         for name, tensor in first.items():
             if name == "scale":
                 tensor.fill_(STATIC_SCALE)
@@ -83,7 +81,7 @@ class WholeCell:
             square = first["x"].float().square().mean(-1) + self.problem.eps
             first["rstd"].copy_(square.rsqrt())
         others = [
-            {o.name: self._empty(o) for o in self.problem.operands if not o.is_output}
+            {each.name: self._empty(each) for each in self.problem.inputs}
             for _ in range(1, self.clones)
         ]
         for clone in others:
@@ -94,8 +92,10 @@ class WholeCell:
     @functools.cached_property
     def outputs(self) -> tuple[Tensors, ...]:
         """Where ours writes, a clone each."""
-        operands = [o for o in self.problem.operands if o.is_output]
-        return tuple({o.name: self._empty(o) for o in operands} for _ in range(self.clones))
+        return tuple(
+            {each.name: self._empty(each) for each in self.problem.outputs}
+            for _ in range(self.clones)
+        )
 
     @property
     def clones(self) -> int:

@@ -21,12 +21,11 @@ from typing import Any
 from rmsnorm_raw import check, launch, module, workbench
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import LARGEST_FP8
-from rmsnorm_raw.errors import WrongResult
+from rmsnorm_raw.extras import LEAST_SCALE
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.study.peer_gate import LEAST_SCALE
-from rmsnorm_raw.study.providers import Contender, Provider
+from rmsnorm_raw.study.providers import Contender, Provider, gated
 from rmsnorm_raw.study.whole_cells import Tensors, WholeCell, placed
 
 #: of the gate's data of ours; one for all configs, for the reference sums of a data set are kept
@@ -86,7 +85,7 @@ def _calls(cell: WholeCell, config: Config, binary: module.Binary) -> list[Call]
     where = next(iter(cell.inputs[0].values())).device
     scratch = {
         name: torch.zeros(sizes[name], dtype=torch.uint8, device=where)
-        for name in ("workspace", "counter")
+        for name in launch.SCRATCH
         if name in sizes
     }
     calls: list[Call] = []
@@ -180,16 +179,5 @@ def _over(cell: WholeCell, operation: Callable[[Tensors], Results], config: str)
     Raises:
         WrongResult: the peers' gate failed.
     """
-    verdict = cell.judge(operation(cell.inputs[0]))
-    if not verdict.passed:
-        raise WrongResult(f"{cell.name}, {config}: {verdict.message}; it gets no time")
-    return Contender([_keeping(operation, clone) for clone in cell.inputs], config, verdict)
-
-
-def _keeping(operation: Callable[[Tensors], Results], clone: Tensors) -> Call:
-    kept: list[Any] = []
-
-    def run() -> None:
-        kept[:] = [operation(clone)]  # the old results are freed once the new ones are there
-
-    return run
+    operations = [functools.partial(operation, clone) for clone in cell.inputs]
+    return gated(cell.name, operations, cell.judge, config)

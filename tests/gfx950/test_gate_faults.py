@@ -106,8 +106,8 @@ def test_a_stage_that_is_refilled_while_it_is_read(libraries: Path) -> None:
 
 def test_lds_that_other_waves_use_while_copies_land(libraries: Path) -> None:
     # 7.2.4's own barrier drains; 7.0.0's does so too late
-    edits = (("  ring.close();", ""), ("    __syncthreads();  // nobody reads the ring any more",
-              "    exchange_barrier();"))  # fmt: skip
+    merge = "#if RR_NEED_DW\n  if constexpr (BLOCK_ROWS > 1) {\n    "
+    edits = (("  ring.close();", ""), (merge + "__syncthreads();", merge + "exchange_barrier();"))
     said = r"copies are in flight at s_barrier .*after the row loop"
     check(NARROW_BACKWARD, "b256-t64-lds3-p2", said, edits, libraries)
 
@@ -149,7 +149,9 @@ ROWS = "load_pack<RR_X, RR_ELEMENTS, RR_LOAD_POLICY>"
 WEIGHT = "return load_pack<RR_W, RR_ELEMENTS, POLICY_DEFAULT>(weight, element);"
 OUTPUT = "store_pack<RR_X, RR_ELEMENTS, RR_STORE_POLICY>"
 RING_NT = "constexpr int NT = RR_LOAD_POLICY == POLICY_STREAM ? 2 : 0;"
-NEIGHBOUR = "if constexpr (LANES >= 2) v += dpp<0xb1>(v);"
+NEIGHBOUR = "if constexpr (LANES >= 2) v = combine(v, dpp<0xb1>(v));"
+SHUFFLE = """v = combine(v, as_float((u32)__builtin_amdgcn_ds_bpermute(
+      (threadIdx.x ^ 1) * 4, (int)as_bits(v))));"""
 ROUNDED = "const pair v = {(__bf16)low, (__bf16)high};\n    return __builtin_bit_cast(u32, v);"
 TRUNCATED = "return as_bits(low) >> 16 | (as_bits(high) & 0xffff0000u);"
 BY_HAND = """
@@ -178,8 +180,7 @@ BY_HAND = """
          "load of dout without nt, and load_policy is stream"),
         (BACKWARD, "b256-2p-ls-p4", ((ROWS, ROWS.replace("RR_LOAD_POLICY", "POLICY_DEFAULT")),),
          "rmsnorm_backward_columns: load of x without nt"),
-        (FORWARD, "b256-reg", ((NEIGHBOUR, "v += as_float((u32)__builtin_amdgcn_ds_bpermute("
-         "(threadIdx.x ^ 1) * 4, (int)as_bits(v)));"),), "1 shuffles through LDS"),
+        (FORWARD, "b256-reg", ((NEIGHBOUR, SHUFFLE),), "1 shuffles through LDS"),
         (FORWARD, "b256-reg", ((ROUNDED, TRUNCATED),), "0 v_cvt_pk_bf16_f32 for 16 pairs"),
         (FORWARD, "b256-reg", ((ROUNDED, BY_HAND),), "0 v_cvt_pk_bf16_f32 for 16 pairs"),
     ],
@@ -203,18 +204,24 @@ def test_gfx942_rounds_by_hand_and_must(libraries: Path) -> None:
 # ---- rows that are moved again -------------------------------------------------------------------
 
 FORGET = 'asm volatile("" ::: "memory");'
-KEPT = "store_row(first + slot, kept, sum_row(first + slot, kept, 0));"
+KEPT = "store_row(first + slot, kept, sum_row(first + slot, kept, 0), 0);"
 KEPT_AGAIN = f"""const float sum = sum_row(first + slot, kept, 0); {FORGET}
-  Row again; load_row(first + slot, again); store_row(first + slot, again, sum);"""
-BOTH = "store_row(row, x_kept, dout_kept, sum_row(given, x_kept, dout_kept, area));"
+  Row again; load_row(first + slot, again); store_row(first + slot, again, sum, 0);"""
+BOTH = "store_row(row, x_kept, dout_kept, beside, sum_row(given, x_kept, dout_kept, area));"
 BOTH_AGAIN = f"""const RowResult sum = sum_row(given, x_kept, dout_kept, area); {FORGET}
-    float g; Row x, d; load_row(row, g, x, d); store_row(row, x, d, sum);"""
+    float g; XRow x; DRow d; load_row(row, g, x, d, beside);
+    store_row(row, x, d, beside, sum);"""
 LOOP, UNROLLED = "\n    area ^= 1;", "\n  };"
-PINGPONG = "store_row(row, kept, sum_row(row, kept, area));"
+PINGPONG = "store_row(row, kept, sum_row(row, kept, area), area);"
 PINGPONG_AGAIN = f"""const float sum = sum_row(row, kept, area); {FORGET}
-    Row again; load_row(row, again); store_row(row, again, sum);"""
-RING_STORE, RING_REFILL = "store_row(row, kept, scale);", "if (!RR_BULK) ring.refill(row, step);"
-SQUARES = "add_squares(load_vector(x, x_row + (u64)at * RR_ELEMENTS), chain);"
+    Row again; load_row(row, again); store_row(row, again, sum, area);"""
+RING_STORE, RING_REFILL = (
+    "store_row(row, kept, scale, area);",
+    "if (!RR_BULK) ring.refill(row, step);",
+)
+SQUARES = """x_of(in) = load_vector(x, x_row + element);
+          RR_LOAD_RESIDUAL(in, row, element);
+          add_squares(in, chain);"""
 NORMALISED = "store_normalised(y, y_row + element, again, w, scale);"
 CHAINS = "chains.add(dout_part, load_vector(x, x_row + element), w);"
 COLUMN = "const XPack x_part = load_vector(x, (u64)(row * x_stride) + column);"

@@ -6,17 +6,24 @@ Problems and configs of one source are compiled once. Whole spaces: ``tox -e gfx
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from amd_kernels import compiled
 
 from rmsnorm_raw.backends.kernel_report import CU_BYTES_WANTED
 from rmsnorm_raw.backends.offline import OfflineBackend
-from rmsnorm_raw.backends.static_gate import ARGUMENTS, gate, inert_knobs, tensors
+from rmsnorm_raw.backends.static_gate import (
+    ARGUMENTS,
+    EXTRA_ARGUMENTS,
+    gate,
+    inert_knobs,
+    tensors,
+)
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.ladder import default_config
@@ -223,11 +230,22 @@ def test_every_access_goes_to_one_tensor(libraries: Path) -> None:
     assert set(goes_to.values()) == {"x", "dout", "weight", "dx", "partial"}
 
 
+@pytest.mark.parametrize("extras", [{}, {"bias_dtype": "bf16"}], ids=["plain", "extras"])
 @pytest.mark.parametrize("slug", ["b256", "b128-t256", "b512-p1", "b256-2p-p4"])
-def test_arguments_are_those_of_the_text(slug: str) -> None:
-    problem = backward(8192) if "-p" in slug else forward(8192)
+def test_arguments_are_those_of_the_text(slug: str, extras: dict[str, Any]) -> None:
+    make = Problem.backward if "-p" in slug else Problem.forward
+    problem = make(32768, 8192, "bf16", **extras)
     source = render(problem, Config.parse(slug), GFX950)
+    # what a define stands for: of two, the later is that of a problem with extras
+    stands_for = {}
+    for name in ("RR_FORWARD_EXTRAS", "RR_BACKWARD_EXTRAS", "RR_BACKWARD_HEADS"):
+        *_, define = re.findall(rf"#define {name}((?:.*\\\n)*.*)\n", source.text)
+        stands_for[name] = define.replace("\\", " ")
     for entry_point in source.entry_points:
         _, _, after = source.text.partition(f" {entry_point}(")
-        given = [it.split()[-1] for it in after.partition(")")[0].split(",")]
-        assert given == ARGUMENTS[entry_point].split()
+        arguments = after.partition(")")[0]
+        for name, define in stands_for.items():
+            arguments = arguments.replace(f" {name}", define)
+        given = [it.split()[-1].lstrip("*") for it in arguments.split(",")]
+        known = ARGUMENTS[entry_point] + " " + EXTRA_ARGUMENTS.get(entry_point, "") * bool(extras)
+        assert given == known.split()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from rmsnorm_raw import layouts
+from rmsnorm_raw.calls import rstd_of_nothing
 from rmsnorm_raw.nn import formula
 from rmsnorm_raw.nn.launching import (
     DEVICES,
@@ -35,7 +36,6 @@ from rmsnorm_raw.nn.launching import (
     require_real,
     simulates,
 )
-from rmsnorm_raw.ops import rstd_of_nothing
 
 
 class PlainNorm(torch.autograd.Function):  # type: ignore[misc]
