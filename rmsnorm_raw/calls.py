@@ -18,7 +18,7 @@ from rmsnorm_raw import interop, launch, strides
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import LEAST_SCALE, MAX_HEAD_COLS
+from rmsnorm_raw.extras import LEAST_SCALE, MAX_HEAD_COLS, MAX_SHARED_HEADS, number
 from rmsnorm_raw.interop import View
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.problem import MATRICES, OF_ROWS, Operand, Problem
@@ -35,9 +35,6 @@ ASKED_WITH = {
     "dweight": "a weight and need_dweight=True", "dbias": "need_dbias=True",
     "dresidual": "need_dx=True",
 }  # fmt: skip
-#: heads, for which rows that share a weight are read where they are. A program of backward works on
-#: one head, and leaves partial sums; with more of them a copy costs less
-MAX_SHARED_HEADS = 256
 #: numbers that float32 can divide by, and one by them
 SCALES = 2.0**-126, 2.0**126
 
@@ -144,7 +141,7 @@ class Call:
     def scale(self, given: Any) -> None:
         """The one scale that y is divided by: a number, or an array of one float32."""
         if isinstance(given, numbers.Real):
-            if isinstance(given, bool) or not SCALES[0] <= float(given) <= SCALES[1]:
+            if isinstance(given, bool) or not SCALES[0] <= number("scale", given) <= SCALES[1]:
                 raise InvalidInput(
                     f"scale is {given!r}: y is divided by it, so it is a number from "
                     f"{SCALES[0]:.3g} to {SCALES[1]:.3g}"
@@ -267,6 +264,16 @@ class Call:
                     )
             others[argument] = seen
 
+    def _require_free_workspace(self) -> None:
+        workspace = self._workspace
+        if workspace is None:
+            return
+        for name, read in self.inputs.items():
+            if interop.overlap(workspace, read):
+                raise InvalidInput(
+                    f"workspace overlaps {name}, which it would overwrite: pass an array of its own"
+                )
+
     # ---- results ---------------------------------------------------------------------------------
 
     def new(self, shape: tuple[int, ...], dtype: str) -> View:
@@ -286,6 +293,7 @@ class Call:
             The results by tensor, in the caller's library; the targets themselves where given.
         """
         self.require_targets(problem)
+        self._require_free_workspace()
         with self.on_stream():
             made = {
                 each.name: self.targets.get(each.name) or self.new(self._shape(each), each.dtype)

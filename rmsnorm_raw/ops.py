@@ -12,7 +12,7 @@ from rmsnorm_raw.calls import Call, Chosen
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import fp8_dtype, optional_dtype_name
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
-from rmsnorm_raw.extras import Casting, Scale
+from rmsnorm_raw.extras import Casting, Scale, number
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.ready import Ready, arch_of
 
@@ -159,11 +159,11 @@ def rmsnorm_fwd(
     heads, per_head = call.heads(built)
     problem = Problem.forward(
         call.rows, call.cols, call.x.dtype, weight_dtype=call.dtype("weight"),
-        eps=_number("eps", eps), store_rstd=store_rstd, bias_dtype=call.dtype("bias"),
+        eps=number("eps", eps), store_rstd=store_rstd, bias_dtype=call.dtype("bias"),
         residual_dtype=call.dtype("residual"),
         residual_out_dtype=_residual_out_dtype(residual_out, residual_dtype),
         out_dtype=fp8_dtype(arch_of(call.x.device)) if _is_fp8(out_dtype) else out_dtype,
-        weight_offset=_number("weight_offset", weight_offset), casting=casting, heads=heads,
+        weight_offset=number("weight_offset", weight_offset), casting=casting, heads=heads,
         per_head=per_head, scale=kind,
     )  # fmt: skip
     made = call.compute(problem, chosen)
@@ -249,13 +249,13 @@ def rmsnorm_bwd(
     of_bias = of_bias or call.dtype("weight") or call.x.dtype
     problem = Problem.backward(
         call.rows, call.cols, call.x.dtype, weight_dtype=call.dtype("weight"),
-        eps=_number("eps", eps), has_rstd=rstd is not None, need_dx=need_dx,
+        eps=number("eps", eps), has_rstd=rstd is not None, need_dx=need_dx,
         need_dweight=need_dweight,
         bias_dtype=of_bias if need_dbias or dbias is not None else None,
         residual_dtype=wanted if need_dx and apart else None,
         dresidual_out_dtype=call.dtype("dresidual_out") if need_dx else None,
         out_dtype=call.dtype("dout"), dx_dtype=own if need_dx else None,
-        weight_offset=_number("weight_offset", weight_offset), heads=heads, per_head=per_head,
+        weight_offset=number("weight_offset", weight_offset), heads=heads, per_head=per_head,
     )  # fmt: skip
     made = call.compute(problem, chosen)
     both = made.get("dx")
@@ -283,15 +283,6 @@ def _scale_kind(scale: Any) -> Scale:
 
 def _is_fp8(dtype: Any) -> bool:
     return isinstance(dtype, str) and dtype == "fp8"
-
-
-def _number(name: str, given: Any) -> float:
-    if isinstance(given, (str, bytes, bool)):
-        raise InvalidInput(f"{name} is {given!r}: pass a number")
-    try:
-        return float(given)
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{name} is {given!r}: pass a number") from error
 
 
 def _parse(config: Config | Ready | str | None) -> Chosen:

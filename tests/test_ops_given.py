@@ -290,6 +290,16 @@ def test_results_of_the_backward_over_other_arrays(
         rmsnorm_bwd(**({"dout": DOUT, "x": X} | given))
 
 
+@pytest.mark.parametrize("name", ["x", "dout", "weight", "rstd", "dresidual_out"])
+def test_a_workspace_over_an_input_is_refused(name: str, no_launch: None) -> None:
+    given = {"x": X, "dout": DOUT, "weight": WEIGHT, "rstd": np.ones(ROWS, np.float32)}
+    given["dresidual_out"] = RESIDUAL
+    room = np.zeros(1 << 20, np.uint8)
+    kept = room[4096:][: given[name].nbytes].view(given[name].dtype).reshape(given[name].shape)
+    with pytest.raises(InvalidInput, match=f"workspace overlaps {name}, which it would overwrite"):
+        rmsnorm_bwd(**given | {name: kept}, workspace=room)
+
+
 def test_interleaved_arrays_do_not_overlap() -> None:
     buffer = np.zeros((ROWS, 2 * COLS), X.dtype)
     x, out = buffer[:, :COLS], buffer[:, COLS:]

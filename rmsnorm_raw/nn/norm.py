@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from rmsnorm_raw import layouts
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import Casting, casting_of
+from rmsnorm_raw.extras import Casting, casting_of, number
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import whole
 from rmsnorm_raw.nn.launching import is_eager, require_tensors
@@ -224,7 +224,8 @@ def _asked(
     if eps is None:
         eps = torch.finfo(x).eps if x is torch.float64 else EPS
     more = Whole(
-        eps, float(weight_offset), casting, per_head, None if out_dtype is x else out_dtype, None,
+        eps, number("weight_offset", weight_offset), casting, per_head,
+        None if out_dtype is x else out_dtype, None,
         scale or "none",
     )  # fmt: skip
     is_plain = more == Whole(eps) and not prenorm
