@@ -144,9 +144,9 @@ extern "C" __global__ void RR_CLUSTER RR_BOUNDS rmsnorm_forward(
 #if RR_EXTRAS
     BPack b = {};
     parts(element, w, b);
-    store_normalised(y, y_row + element, again, w, b, scale, inverse);
     if constexpr (HAS_RESIDUAL_OUT)
       store_residual_out(residual_out, (u64)(row * residual_out_stride) + element, again);
+    store_normalised(y, y_row + element, again, w, b, scale, inverse);
 #else
     if constexpr (HAS_WEIGHT) w = load_weight(weight, element);
     store_normalised(y, y_row + element, again, w, scale);
@@ -231,11 +231,11 @@ extern "C" __global__ void RR_CLUSTER RR_BOUNDS rmsnorm_forward(
       if (slot_has_row(row, rows) && in_row(c, lane, vectors)) {
         const u64 element = chunk_element(c, lane);
         if (RR_SCALE != SCALE_DYNAMIC) parts(c);
-        store_normalised(
-            y, (u64)(row * y_stride) + element, kept[c], w[c], b[c], scale, inverse);
         if constexpr (HAS_RESIDUAL_OUT)
           store_residual_out(
               residual_out, (u64)(row * residual_out_stride) + element, kept[c]);
+        store_normalised(  // last, for y may be x
+            y, (u64)(row * y_stride) + element, kept[c], w[c], b[c], scale, inverse);
       }
     }
   };
