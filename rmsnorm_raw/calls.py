@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rmsnorm_raw import interop, launch, strides
+from rmsnorm_raw import interop, launch, space, strides
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import DTYPE_BYTES
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import LEAST_SCALE, MAX_HEAD_COLS
+from rmsnorm_raw.extras import LEAST_SCALE, MAX_HEAD_COLS, MAX_SHARED_HEADS, number
 from rmsnorm_raw.interop import View
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.problem import MATRICES, OF_ROWS, Operand, Problem
@@ -28,9 +28,13 @@ from rmsnorm_raw.ready import SCRATCH_ALIGNMENT, Ready, alignment_bytes_of, prep
 Chosen = Config | Ready | Literal["ladder"] | None
 #: a caller's name of a result, where it is not the tensor's
 ARGUMENT = {"y": "out", "rstd": "rstd_out", "scale": "scale_out"}
-#: heads, for which rows that share a weight are read where they are. A program of backward works on
-#: one head, and leaves partial sums; with more of them a copy costs less
-MAX_SHARED_HEADS = 256
+#: what makes a call write a result that it need not
+ASKED_WITH = {
+    "rstd": "store_rstd=True", "residual_out": "a residual or residual_dtype",
+    "scale": 'scale="dynamic"', "dx": "need_dx=True",
+    "dweight": "a weight and need_dweight=True", "dbias": "need_dbias=True",
+    "dresidual": "need_dx=True",
+}  # fmt: skip
 #: numbers that float32 can divide by, and one by them
 SCALES = 2.0**-126, 2.0**126
 
@@ -137,7 +141,7 @@ class Call:
     def scale(self, given: Any) -> None:
         """The one scale that y is divided by: a number, or an array of one float32."""
         if isinstance(given, numbers.Real):
-            if isinstance(given, bool) or not SCALES[0] <= float(given) <= SCALES[1]:
+            if isinstance(given, bool) or not SCALES[0] <= number("scale", given) <= SCALES[1]:
                 raise InvalidInput(
                     f"scale is {given!r}: y is divided by it, so it is a number from "
                     f"{SCALES[0]:.3g} to {SCALES[1]:.3g}"
@@ -174,18 +178,20 @@ class Call:
 
     # ---- the problem -----------------------------------------------------------------------------
 
-    def heads(self, built: Problem | None) -> tuple[int, bool]:
+    def heads(self, chosen: Chosen) -> tuple[int, bool]:
         """(heads, per_head) of the problem: by the weight, else by where the rows lie.
 
         Args:
-            built: of the kernel that is to be launched; None where the call decides.
+            chosen: a kernel that is built decides itself, and a config for one head wants one.
         """
         if self.is_empty:
             return 1, False
         if len(self.lists) == 2 and self.lists[0] > 1:
             return self.lists[0], True
-        if built is not None:
-            return built.extras.heads, False
+        if isinstance(chosen, Ready):
+            return chosen.problem.extras.heads, False
+        if isinstance(chosen, Config) and space.one_head_reason(chosen):
+            return 1, False
         matrices = [seen for name, seen in self.inputs.items() if name in MATRICES]
         written = [seen for name, seen in self.targets.items() if name in MATRICES]
         odd = [s for s in (*matrices, *written) if strides.collapse(s.shape, s.strides) is None]
@@ -212,8 +218,8 @@ class Call:
             argument = ARGUMENT.get(name, name)
             if name not in written:
                 raise InvalidInput(
-                    f"{argument} is given, and {problem} writes no such thing: ask for it, or "
-                    f"leave {argument} out"
+                    f"{argument} is given, and {problem} writes no such thing: leave "
+                    f"{argument} out, or ask for it with {ASKED_WITH[name]}"
                 )
             shape, dtype = self._shape(written[name]), written[name].dtype
             if seen.shape != shape or seen.dtype not in (dtype, seen.library.stored_as(dtype)):
@@ -243,8 +249,8 @@ class Call:
             )
 
     def _require_apart(self, problem: Problem) -> None:
-        """In place are the plain operation's y over x, and residual_out over the residual."""
-        may = {"residual_out": "residual"} | ({} if problem.extras else {"y": "x"})
+        """In place are y over x, and residual_out over the residual: a lane reads, then writes."""
+        may = {"residual_out": "residual", "y": "x"}
         others = dict(self.inputs)
         if self._workspace is not None:
             others["workspace"] = self._workspace
@@ -255,10 +261,20 @@ class Call:
                 if not in_place and interop.overlap(seen, read):
                     raise InvalidInput(
                         f"{argument} overlaps {other}, which it would overwrite: pass another "
-                        f"{argument}; in place are out over x, without anything beside a weight, "
-                        "and residual_out over the residual, each the very same array"
+                        f"{argument}; in place are residual_out over the residual, and out over x, "
+                        "each the very same array, and nothing else of it read or written"
                     )
             others[argument] = seen
+
+    def _require_free_workspace(self) -> None:
+        workspace = self._workspace
+        if workspace is None:
+            return
+        for name, read in self.inputs.items():
+            if interop.overlap(workspace, read):
+                raise InvalidInput(
+                    f"workspace overlaps {name}, which it would overwrite: pass an array of its own"
+                )
 
     # ---- results ---------------------------------------------------------------------------------
 
@@ -279,6 +295,7 @@ class Call:
             The results by tensor, in the caller's library; the targets themselves where given.
         """
         self.require_targets(problem)
+        self._require_free_workspace()
         with self.on_stream():
             made = {
                 each.name: self.targets.get(each.name) or self.new(self._shape(each), each.dtype)

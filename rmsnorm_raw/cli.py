@@ -279,7 +279,7 @@ def tune(
     if regime is not None and not ablate:
         raise InvalidInput("--regime is of --ablate: a search plays its finals in both regimes")
     if all_cells and (ablate or asked.names_a_problem):
-        raise InvalidInput("--all is 90 cells: leave out --op, --rows, --cols, --ablate")
+        raise InvalidInput("--all is 90 cells: leave out --ablate, and all that names a problem")
     where = backends.get_backend(backend)
     problems = cells.cells() if all_cells else (asked.problem(where.device.arch),)
     for problem in problems:

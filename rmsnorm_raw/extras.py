@@ -14,6 +14,10 @@ Scale = Literal["none", "static", "dynamic"]
 #: the widest row of several heads a token: the kernels keep such rows, and never read them twice
 MAX_HEAD_COLS = 4096
 MAX_HEADS = 1 << 16
+#: heads, for which rows that share a weight are read where they are. With more a copy costs less: a
+#: program of backward works on one head, and leaves partial sums, and each number of heads is a
+#: kernel of its own, which a slice x[:, :n] of sequences would have compiled for each n
+MAX_SHARED_HEADS = 256
 #: the least scale that a row of an 8-bit y is given: that of zeros. The kernels have it too
 LEAST_SCALE = 2.0**-100
 
@@ -38,7 +42,8 @@ class Extras:
         heads: rows of a token; row r is head r % heads of token r // heads.
         per_head: the weight, and bias, have a row for each head: (heads, cols).
         scale: of an 8-bit y: "static", one fp32 number that is read; "dynamic", written for each
-            row: max|y| over the dtype's largest number, at least :data:`LEAST_SCALE`.
+            row: max|y|, NaN passed over, over the dtype's largest number, at least
+            :data:`LEAST_SCALE`.
     """
 
     bias_dtype: str | None = None
@@ -85,14 +90,17 @@ class Extras:
         if quantised != (self.scale != "none") or (quantised and op == "backward"):
             raise InvalidInput(
                 f"out_dtype is {y_dtype} and scale is {self.scale!r}: a scale, and it alone, "
-                f"goes with a forward's {' or '.join(LARGEST_FP8)}"
+                f"goes with a forward's {' or '.join(LARGEST_FP8)}; give both, or neither"
             )
         if not -MAX_FLOAT32 <= self.weight_offset <= MAX_FLOAT32:
             raise InvalidInput(
                 f"weight_offset is {self.weight_offset!r}: it must be finite in float32"
             )
         if not has_weight and (self.weight_offset or self.per_head):
-            raise InvalidInput("weight_offset and per_head are the weight's, and there is none")
+            raise InvalidInput(
+                "weight_offset and per_head are the weight's, and there is none: give a weight, or "
+                "leave them out"
+            )
         if not (isinstance(self.heads, numbers.Integral) and 1 <= self.heads <= MAX_HEADS):
             raise InvalidInput(f"heads is {self.heads!r}: a token has 1 to {MAX_HEADS:,} heads")
         if rows % self.heads:
@@ -107,6 +115,22 @@ class Extras:
 
 
 NO_EXTRAS = Extras()
+
+
+def number(name: str, given: object) -> float:
+    """What a caller gave for a number.
+
+    Raises:
+        InvalidInput: it is none, or no float can hold it.
+    """
+    if isinstance(given, (str, bytes, bool)):
+        raise InvalidInput(f"{name} is {given!r}: pass a number")
+    try:
+        return float(given)  # type: ignore[arg-type]
+    except OverflowError as error:
+        raise InvalidInput(f"{name} is a number that no float can hold") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{name} is {given!r}: pass a number") from error
 
 
 def casting_of(casting: str) -> Literal["none", "llama"]:

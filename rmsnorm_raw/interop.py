@@ -160,7 +160,22 @@ def contiguous(seen: View) -> View:
 
 def overlap(one: View, other: View) -> bool:
     """Whether two views on the same device share a byte, by NumPy's exact solver."""
+    (first, end), (other_first, other_end) = _span(one), _span(other)
+    if end <= other_first or other_end <= first:
+        return False
     return bool(np.shares_memory(np.asarray(_Extent(one)), np.asarray(_Extent(other))))
+
+
+def _span(seen: View) -> tuple[int, int]:
+    """The address of a view's first byte, and the one after its last."""
+    below = above = 0
+    for size, stride in zip(seen.shape, seen.strides, strict=True):
+        if stride < 0:
+            below += stride * (size - 1)
+        else:
+            above += stride * (size - 1)
+    each = seen.element_bytes
+    return seen.address + below * each, seen.address + (above + 1) * each
 
 
 class _Extent:

@@ -16,7 +16,7 @@ from rmsnorm_raw import launch, ready, store
 from rmsnorm_raw.backends.prepared import PreparedLaunch
 from rmsnorm_raw.dtypes import optional_dtype_name
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import MAX_HEAD_COLS, MAX_HEADS, Casting, Scale
+from rmsnorm_raw.extras import MAX_HEAD_COLS, MAX_SHARED_HEADS, Casting, Scale
 from rmsnorm_raw.interop import torch_device
 from rmsnorm_raw.launch import Tensor, dense_tensor
 from rmsnorm_raw.problem import Problem
@@ -250,7 +250,8 @@ def collapse_all(
     splits = [leading - 1] if per_head else range(leading, 0, -1) or [0]
     for split in splits:
         heads = math.prod(shape[split:-1])
-        if not per_head and heads > 1 and (heads > MAX_HEADS or cols > MAX_HEAD_COLS):
+        shared = heads > 1 and not per_head
+        if shared and (heads > MAX_SHARED_HEADS or cols > MAX_HEAD_COLS):
             continue
         found = [rows_in_place(shape, strides, heads) for strides in matrices]
         if None not in found:

@@ -12,7 +12,7 @@ from rmsnorm_raw.calls import Call, Chosen
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import fp8_dtype, optional_dtype_name
 from rmsnorm_raw.errors import InvalidConfig, InvalidInput
-from rmsnorm_raw.extras import Casting, Scale
+from rmsnorm_raw.extras import Casting, Scale, number
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.ready import Ready, arch_of
 
@@ -122,8 +122,8 @@ def rmsnorm_fwd(
         store_rstd: also give rstd, which :func:`rmsnorm_bwd` can use.
         out, rstd_out, residual_out, scale_out: where y, rstd, h and the rows' scales go: of their
             shapes and dtypes, rows dense, lists contiguous. ``residual_out`` may be the residual
-            itself, and ``out`` x where nothing stands beside the weight; otherwise they share
-            memory with no other array. ``residual_out=False`` leaves h unwritten.
+            itself, and ``out`` x; otherwise they share memory with no other array.
+            ``residual_out=False`` leaves h unwritten.
         workspace: an array of :func:`rmsnorm_raw.workspace_bytes` bytes, not shared with calls on
             other streams; with it, and all results given, nothing is allocated.
         config: a Config or slug; None for the best one known (:func:`rmsnorm_raw.store.resolve`:
@@ -142,7 +142,6 @@ def rmsnorm_fwd(
         BackendUnavailable: the array's backend cannot run here; the message names what to install.
     """
     chosen = _parse(config)
-    built = chosen.problem if isinstance(chosen, Ready) else None
     call = Call(x, stream)
     call.weight(weight)
     call.bias(bias)
@@ -156,14 +155,14 @@ def rmsnorm_fwd(
     call.target("residual_out", None if residual_out is False else residual_out)
     call.target("scale", scale_out)
     call.workspace(workspace)
-    heads, per_head = call.heads(built)
+    heads, per_head = call.heads(chosen)
     problem = Problem.forward(
         call.rows, call.cols, call.x.dtype, weight_dtype=call.dtype("weight"),
-        eps=_number("eps", eps), store_rstd=store_rstd, bias_dtype=call.dtype("bias"),
+        eps=number("eps", eps), store_rstd=store_rstd, bias_dtype=call.dtype("bias"),
         residual_dtype=call.dtype("residual"),
         residual_out_dtype=_residual_out_dtype(residual_out, residual_dtype),
         out_dtype=fp8_dtype(arch_of(call.x.device)) if _is_fp8(out_dtype) else out_dtype,
-        weight_offset=_number("weight_offset", weight_offset), casting=casting, heads=heads,
+        weight_offset=number("weight_offset", weight_offset), casting=casting, heads=heads,
         per_head=per_head, scale=kind,
     )  # fmt: skip
     made = call.compute(problem, chosen)
@@ -242,20 +241,20 @@ def rmsnorm_bwd(
     if dresidual is not dx or wanted not in (own, None):
         call.target("dresidual", dresidual)
     call.workspace(workspace)
-    heads, per_head = call.heads(built)
+    heads, per_head = call.heads(chosen)
     wanted = wanted or call.dtype("dresidual")
     apart = wanted != own or call.dtype("dresidual") or (built and built.extras.residual_dtype)
     of_bias = optional_dtype_name(bias_dtype) or call.dtype("dbias")
     of_bias = of_bias or call.dtype("weight") or call.x.dtype
     problem = Problem.backward(
         call.rows, call.cols, call.x.dtype, weight_dtype=call.dtype("weight"),
-        eps=_number("eps", eps), has_rstd=rstd is not None, need_dx=need_dx,
+        eps=number("eps", eps), has_rstd=rstd is not None, need_dx=need_dx,
         need_dweight=need_dweight,
         bias_dtype=of_bias if need_dbias or dbias is not None else None,
         residual_dtype=wanted if need_dx and apart else None,
         dresidual_out_dtype=call.dtype("dresidual_out") if need_dx else None,
         out_dtype=call.dtype("dout"), dx_dtype=own if need_dx else None,
-        weight_offset=_number("weight_offset", weight_offset), heads=heads, per_head=per_head,
+        weight_offset=number("weight_offset", weight_offset), heads=heads, per_head=per_head,
     )  # fmt: skip
     made = call.compute(problem, chosen)
     both = made.get("dx")
@@ -283,15 +282,6 @@ def _scale_kind(scale: Any) -> Scale:
 
 def _is_fp8(dtype: Any) -> bool:
     return isinstance(dtype, str) and dtype == "fp8"
-
-
-def _number(name: str, given: Any) -> float:
-    if isinstance(given, (str, bytes, bool)):
-        raise InvalidInput(f"{name} is {given!r}: pass a number")
-    try:
-        return float(given)
-    except (TypeError, ValueError) as error:
-        raise InvalidInput(f"{name} is {given!r}: pass a number") from error
 
 
 def _parse(config: Config | Ready | str | None) -> Chosen:

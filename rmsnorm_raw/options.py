@@ -100,8 +100,8 @@ class Asked:
 
     @property
     def names_a_problem(self) -> bool:
-        """Whether any of --op, --rows and --cols was given."""
-        return (self.op, self.rows, self.cols) != (None, None, None)
+        """Whether any of the options was given."""
+        return self != type(self)(None, None, None)
 
     def problem(self, arch: str) -> Problem:
         """The problem.

@@ -357,13 +357,23 @@ def _reject_extras(problem: Problem, device: DeviceSpec, config: Config) -> str 
         return reason
     if config.path == "lds" and (other := ring_stranger(problem)):
         return f"a ring holds rows of one dtype, and beside {own} there is {other}"
-    if more.heads > 1 and (config.path == "two_pass" or config.blocks_per_row > 1):
-        return "the rows of several heads a token are read once, each in one block"
+    if more.heads > 1 and (reason := one_head_reason(config)):
+        return reason
     if more.scale == "dynamic" and config.blocks_per_row > 1:
         return "a row's own scale wants all of the row in one block"
-    if config.finish == "last_block" and (more.bias_dtype or more.heads > 1):
-        return "a finish by the last block has no dbias, and one head a token"
+    if config.finish == "last_block" and more.bias_dtype:
+        return _LAST_BLOCK
     return None
+
+
+_LAST_BLOCK = "a finish by the last block has no dbias, and one head a token"
+
+
+def one_head_reason(config: Config) -> str | None:
+    """Why a config cannot serve several heads a token; None if it may."""
+    if config.path == "two_pass" or config.blocks_per_row > 1:
+        return "the rows of several heads a token are read once, each in one block"
+    return _LAST_BLOCK if config.finish == "last_block" else None
 
 
 def _reject_fp8(out_dtype: str, device: DeviceSpec) -> str | None:

@@ -554,6 +554,7 @@ def test_tune_of_all_cells_is_a_table(tmp_path: Path, monkeypatch: pytest.Monkey
         (("--op", "forward", "--rows", "4"), "give --op, --rows and --cols, or --all"),
         (("--all", "--op", "forward"), "--all is 90 cells"),
         (("--all", "--ablate"), "--all is 90 cells"),
+        (("--all", "--residual", "--dtype", "fp32"), "--all is 90 cells"),
         ((*CELL, "--ablate"), "simulated ones say nothing: use a GPU"),
         (("--op", "forward", "--rows", "0", "--cols", "8"), "nothing to tune"),
         ((*CELL, "--budget", "0"), "give seconds above 0"),

@@ -79,6 +79,33 @@ def test_prenorm_without_a_residual(backend: str) -> None:
     assert out.data_ptr() != x.data_ptr()
 
 
+def test_residual_out_is_never_x_where_a_gradient_is_wanted(backend: str) -> None:
+    x = torch.ones(3, COLS, requires_grad=True)
+    _, residual_out = nn.rms_norm(x, torch.ones(COLS), prenorm=True)
+    residual_out.add_(1)  # torch refuses this of a view
+    assert torch.equal(x, torch.ones(3, COLS))
+    given = x.detach()
+    made = FORWARD(given, None, None, None, None, 1e-6, residual_out_dtype=FP32)
+    assert made[2].data_ptr() != given.data_ptr()
+
+
+def test_dbias_of_one_row_is_not_dout(backend: str) -> None:
+    dout, h = torch.ones(COLS), torch.ones(COLS)
+    made = BACKWARD(dout, h, None, torch.ones(()), None, 0.0, False, False, None, None, FP32)
+    assert torch.equal(made[2], dout)
+    assert made[2].data_ptr() != dout.data_ptr()
+
+
+@pytest.mark.parametrize("way", ["eager", "operator"])
+def test_residual_out_depends_on_no_weight(backend: str, way: str) -> None:
+    weight, residual = torch.ones(COLS, requires_grad=True), torch.ones(3, COLS)
+    norm = nn.rms_norm if way == "eager" else torch.compile(nn.rms_norm, backend="aot_eager")
+    y, residual_out = norm(torch.ones(3, COLS), weight, residual=residual, prenorm=True)
+    assert (y.requires_grad, residual_out.requires_grad) == (True, False)
+    y.sum().backward()
+    assert weight.grad is not None
+
+
 @pytest.mark.parametrize("only", ["y", "residual_out"])
 def test_one_output_alone_has_gradients(backend: str, only: str) -> None:
     case = Case(residual=FP32, more={"prenorm": True})
@@ -174,6 +201,14 @@ def test_a_scale_of_each_row(backend: str, with_residual: bool, fp8: Any) -> Non
     assert (y[0, 3].float() == 0).all()
     if with_residual:
         assert plain.same(results[1], (x.float() + r.float()).to(BF16))
+
+
+def test_a_scale_of_a_row_passes_over_nan(backend: str) -> None:
+    x, weight = torch.tensor([[1.0, -1.0, 1.0, -1.0]]), torch.tensor([1.0, 2.0, torch.nan, 4.0])
+    y, scale = nn.rms_norm(x, weight, out_dtype=FP8, scale="dynamic")
+    assert torch.allclose(scale, torch.tensor([4 / 448]))
+    want = torch.tensor([[112.0, -224.0, torch.nan, -448.0]])
+    assert torch.equal(y.float().nan_to_num(7), want.nan_to_num(7))
 
 
 def test_a_scale_that_is_given(backend: str) -> None:
@@ -286,14 +321,26 @@ ONES = torch.ones(3, 4)
         ({"scale": "dynamic"}, "scale"),
         ({"scale": "static", "out_dtype": FP8}, "scale is 'static': pass a tensor"),
         ({"scale": torch.ones(2), "out_dtype": FP8}, "pass one float32 number"),
-        ({"scale": 1.0, "out_dtype": FP8}, "scale is float"),
+        ({"scale": 1.0, "out_dtype": FP8}, "scale is 1.0: pass a tensor of one float32"),
         ({"weight_offset": 1.0}, "there is none"),
         ({"weight": torch.ones(4), "weight_offset": float("nan")}, "finite"),
         ({"per_head": True}, "there is none"),
         ({"per_head": True, "weight": torch.ones(4)}, "does not end with it"),
         ({"residual_inplace": True}, "no residual to write to"),
         ({"residual_inplace": True, "prenorm": True}, "no residual to write to"),
-        ({"residual": ONES[:1].expand(3, 4), "residual_inplace": True}, "repeats its rows"),
+        (
+            {"residual": ONES[:1].expand(3, 4), "residual_inplace": True},
+            "as repeated rows do",
+        ),
+        (
+            {"residual": torch.ones(9).as_strided((3, 4), (2, 1)), "residual_inplace": True},
+            "elements overlap",
+        ),
+        ({"weight_offset": "1"}, "weight_offset is '1': pass a number"),
+        ({"weight_offset": None}, "weight_offset is None: pass a number"),
+        ({"weight_offset": 10**400}, "weight_offset is a number that no float can hold"),
+        ({"casting": ["llama"]}, "casting is"),
+        ({"weight_offset": [1]}, "pass a number"),
         (
             {"residual": torch.ones(3, 4), "residual_inplace": True, "residual_dtype": BF16},
             "in place it is the residual's",

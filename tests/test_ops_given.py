@@ -177,6 +177,52 @@ def test_residual_in_place_must_be_the_very_same_array() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"residual_out": X.copy()}, "with a residual or residual_dtype"),
+        ({"rstd_out": np.zeros(ROWS, "f4"), "store_rstd": False}, "with store_rstd=True"),
+        ({"scale_out": np.zeros(ROWS, "f4")}, 'with scale="dynamic"'),
+    ],
+)
+def test_a_result_that_is_not_written_says_what_asks_for_it(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidInput, match=f"leave {next(iter(arguments))} out, .* {words}$"):
+        rmsnorm_fwd(X, WEIGHT, **arguments)
+
+
+@pytest.mark.parametrize(
+    "config", [None, "b64-t32-v16-reg", "b256-t64-v16-pp-p1", "b64-t64-v16-2p"]
+)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"bias": BIAS}, {"weight_offset": 1.0}, {"casting": "llama"},
+        {"residual": normal(ROWS, COLS, dtype="bfloat16")},
+    ],
+    ids=lambda more: next(iter(more)),
+)  # fmt: skip
+def test_y_in_place_of_x(more: dict[str, Any], config: str | None) -> None:
+    x = normal(ROWS, COLS, dtype="bfloat16")
+    want = rmsnorm_fwd(x.copy(), WEIGHT, config=config, **more)
+    found = rmsnorm_fwd(x, WEIGHT, out=x, config=config, **more)
+    assert found.y is x
+    assert np.array_equal(x.view("u2"), want.y.view("u2"))
+    assert np.array_equal(found.rstd, want.rstd)
+
+
+def test_heads_of_a_packed_qkv_in_place() -> None:
+    packed = normal(ROWS, 4 * COLS, dtype="bfloat16")
+    before, weight = packed.copy(), np.stack([WEIGHT, 2 * WEIGHT])
+    q = packed[:, : 2 * COLS].reshape(ROWS, 2, COLS)
+    assert np.shares_memory(q, packed)
+    want = rmsnorm_fwd(q.copy(), weight).y
+    rmsnorm_fwd(q, weight, out=q)
+    assert np.array_equal(q.view("u2"), want.view("u2"))
+    assert np.array_equal(packed[:, 2 * COLS :].view("u2"), before[:, 2 * COLS :].view("u2"))
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -191,7 +237,8 @@ LIST = BUFFER[:COLS]
 FORWARD_OVERLAPS: list[tuple[str, dict[str, Any], str]] = [
     ("out, bias", {"out": A, "bias": LIST}, "out overlaps bias"),
     ("out, residual", {"out": A, "residual": A}, "out overlaps residual"),
-    ("out, x", {"x": A, "out": A, "bias": BIAS}, "out overlaps x"),
+    ("out, other dtype", {"x": A, "out": A.view("f2"), "out_dtype": "fp16"}, "out overlaps x"),
+    ("out, x and residual", {"x": A, "out": A, "residual": A}, "out overlaps residual"),
     ("out, part of x", {"x": A, "out": AB}, "out overlaps x"),
     ("residual_out, x", {"x": A, "residual": B, "residual_out": A}, "residual_out overlaps x"),
     ("both", {"out": A, "residual": B, "residual_out": AB}, "residual_out overlaps residual"),
@@ -241,6 +288,16 @@ def test_results_of_the_backward_over_other_arrays(
 ) -> None:
     with pytest.raises(InvalidInput, match=words):
         rmsnorm_bwd(**({"dout": DOUT, "x": X} | given))
+
+
+@pytest.mark.parametrize("name", ["x", "dout", "weight", "rstd", "dresidual_out"])
+def test_a_workspace_over_an_input_is_refused(name: str, no_launch: None) -> None:
+    given = {"x": X, "dout": DOUT, "weight": WEIGHT, "rstd": np.ones(ROWS, np.float32)}
+    given["dresidual_out"] = RESIDUAL
+    room = np.zeros(1 << 20, np.uint8)
+    kept = room[4096:][: given[name].nbytes].view(given[name].dtype).reshape(given[name].shape)
+    with pytest.raises(InvalidInput, match=f"workspace overlaps {name}, which it would overwrite"):
+        rmsnorm_bwd(**given | {name: kept}, workspace=room)
 
 
 def test_interleaved_arrays_do_not_overlap() -> None:

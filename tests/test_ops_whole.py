@@ -325,3 +325,17 @@ def test_a_lone_head_and_wide_ones(places: list[dict[str, Tensor]]) -> None:
     wide = normal(2, 3, 5000)[:, :2]  # too wide to be heads: copied, as rows
     check_forward(on_host(rmsnorm_fwd(wide)), wide)
     assert places[-1]["x"].row_stride == 5000
+
+
+@pytest.mark.parametrize("slug", ["b256-t64-v16-2p", "b64-t128-v16-reg"])
+def test_a_config_for_one_head_copies_the_heads_of_a_packed_qkv(slug: str) -> None:
+    q = normal(3, 5, 12, 64)[:, :, :4]
+    assert np.array_equal(rmsnorm_fwd(q, config=slug).y, rmsnorm_fwd(q.copy(), config=slug).y)
+
+
+def test_so_does_one_whose_last_block_finishes() -> None:
+    x, weight, slug = normal(3, 5, 12, 64)[:, :, :4], normal(64, seed=1), "b64-t16-v16-reg-p1-fl"
+    made = rmsnorm_bwd(x, x, weight, config=slug)
+    dense = rmsnorm_bwd(x.copy(), x.copy(), weight, config=slug)
+    assert np.array_equal(made.dx, dense.dx)
+    assert np.array_equal(made.dweight, dense.dweight)

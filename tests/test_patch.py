@@ -156,6 +156,17 @@ def test_copies_pickles_and_saved_states(tmp_path: Any) -> None:
     assert plain.same(logits(again), before)
 
 
+def test_a_class_derived_from_a_patched_one_is_copied() -> None:
+    """As those that shard or parametrise a module make."""
+    module = torch.nn.RMSNorm(8)
+    nn.patch(module)
+    kind = module.__class__ = type("ShardedRMSNorm", (type(module),), {})
+    made = copy.deepcopy(module)
+    assert type(made) is kind
+    assert torch.equal(made.weight, module.weight)
+    assert made.weight is not module.weight
+
+
 def test_hooks_and_attributes_stay() -> None:
     model = tiny("llama")
     first = model.model.layers[0].input_layernorm

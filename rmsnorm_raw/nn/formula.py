@@ -6,6 +6,7 @@ often as one likes and in forward mode. The results of both directions have the 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,13 +62,16 @@ def forward(
     if scale is not None:
         largest = LARGEST_FP8[str(out_dtype).removeprefix("torch.")]
         if isinstance(scale, str):
-            most = y.abs().amax(-1) if y.shape[-1] else y.new_zeros(y.shape[:-1])
+            sizes = y.abs().nan_to_num(0.0, posinf=math.inf)  # as a kernel's maxima pass over NaN
+            most = sizes.amax(-1) if y.shape[-1] else y.new_zeros(y.shape[:-1])
             scales = (most.float() / largest).clamp(min=LEAST_SCALE)
             y = y / scales.unsqueeze(-1)
         else:
             y = y / scale.reshape(())
         y = y.clamp(-largest, largest)  # torch's own cast gives NaN for what is larger
-    residual_out = None if residual_out_dtype is None else h.to(residual_out_dtype).contiguous()
+    residual_out = None
+    if residual_out_dtype is not None:  # never x itself
+        residual_out = h.to(residual_out_dtype, copy=h is x).contiguous()
     y = y.to(out_dtype or x.dtype)
     return y.contiguous(), rstd.contiguous(), residual_out, scales
 
@@ -115,4 +119,4 @@ def backward(
 def _sum(terms: Any, per_head: bool) -> Any:
     """Over all rows, or over those of each head."""
     leading = terms.dim() - 1 - per_head
-    return terms.flatten(0, leading - 1).sum(0) if leading else terms
+    return terms.flatten(0, leading - 1).sum(0) if leading else terms.clone()  # may be dout

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from rmsnorm_raw import layouts
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.extras import Casting, casting_of
+from rmsnorm_raw.extras import Casting, casting_of, number
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import whole
 from rmsnorm_raw.nn.launching import is_eager, require_tensors
@@ -121,10 +121,12 @@ def _with_more(
 ) -> Any:
     """:func:`rms_norm` with any of its keywords."""
     static, kind = None, scale
-    if scale is not None and not isinstance(scale, str):
+    if isinstance(scale, torch.Tensor):
         static, kind = scale, "static"
     elif scale not in (None, "dynamic"):
-        raise InvalidInput(f"scale is {scale!r}: pass a tensor, or 'dynamic'")
+        raise InvalidInput(
+            f"scale is {scale!r}: pass a tensor of one float32 on {x.device}, or 'dynamic'"
+        )
     eager = is_eager(x, weight, bias, residual, static)
     if not eager:
         require_tensors(x, weight=weight, bias=bias, residual=residual, scale=static)
@@ -151,10 +153,14 @@ def _with_more(
         or (bias is not None and bias.requires_grad)
         or (residual is not None and residual.requires_grad)
     )
-    asked = (_found if eager else _asked)(
+    words = (
         x.dtype, None if residual is None else residual.dtype, eps, weight_offset, casting,
         out_dtype, residual_dtype, kind, per_head, prenorm, residual_inplace, wanted,
     )  # fmt: skip
+    try:
+        asked = (_found if eager else _asked)(*words)
+    except TypeError:  # a list, say, which cannot be looked up
+        asked = _asked(*words)
     if asked.is_plain and bias is None and residual is None:
         return rms_norm(x, weight, eps)
     y, residual_out, scales = whole.call(
@@ -222,8 +228,8 @@ def _asked(
     if eps is None:
         eps = torch.finfo(x).eps if x is torch.float64 else EPS
     more = Whole(
-        eps, float(weight_offset), casting, per_head, None if out_dtype is x else out_dtype, None,
-        scale or "none",
+        eps, number("weight_offset", weight_offset), casting, per_head,
+        None if out_dtype is x else out_dtype, None, scale or "none",
     )  # fmt: skip
     is_plain = more == Whole(eps) and not prenorm
     passes = prenorm and residual is None and residual_dtype is x and not wanted

@@ -255,7 +255,9 @@ def _on_ours(original: type, formula: _Formula) -> type:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """For ``copy`` and ``pickle``, which cannot name the class."""
-    original = _ORIGINALS[type(self)]
+    original = _ORIGINALS.get(type(self))
+    if original is None:  # a class that somebody derived from it
+        return object.__reduce_ex__(self, protocol)
     _, _, state, *_ = super(type(self), self).__reduce_ex__(2)
     return _remade, (original,), state
 

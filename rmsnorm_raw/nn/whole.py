@@ -55,10 +55,10 @@ def call(
         wanted: whether there is to be a gradient.
         in_place: residual_out is written into the residual.
     """
-    if in_place:
-        sizes_and_strides = zip(residual.shape, residual.stride(), strict=True)
-        if any(size > 1 and stride == 0 for size, stride in sizes_and_strides):
-            raise InvalidInput("the residual repeats its rows, and cannot be written in place")
+    if in_place and not (residual.is_contiguous() or _is_apart(residual)):
+        raise InvalidInput(
+            "the residual's elements overlap, as repeated rows do, and cannot be written in place"
+        )
     if forward_ad._current_level >= 0:
         y, _, residual_out, scales = by_formula(x, weight, bias, residual, scale, more)
     elif not eager:
@@ -79,6 +79,17 @@ def call(
     return y, residual_out, scales
 
 
+def _is_apart(tensor: Any) -> bool:
+    """Whether each element lies beyond all those of the dimensions with smaller strides."""
+    free_from = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < free_from:
+                return False
+            free_from += stride * (size - 1)
+    return True
+
+
 class WholeNorm(torch.autograd.Function):  # type: ignore[misc]
     """Keeps h, which is an output or x itself, the weight, and rstd."""
 
@@ -87,6 +98,8 @@ class WholeNorm(torch.autograd.Function):  # type: ignore[misc]
         """y and residual_out."""
         y, rstd, residual_out, _ = forward(x, weight, bias, residual, None, more, True)
         _keep(ctx, x, weight, bias, residual, rstd, residual_out, more)
+        if residual_out is not None and _is_constant(ctx):
+            ctx.mark_non_differentiable(residual_out)
         return y, residual_out
 
     @staticmethod
@@ -105,6 +118,11 @@ def _keep(
         x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
     )  # fmt: skip
     ctx.set_materialize_grads(False)
+
+
+def _is_constant(ctx: Any) -> bool:
+    """Whether residual_out has no gradient: the weight and the bias do not enter it."""
+    return not (ctx.needs_input_grad[0] or ctx.needs_input_grad[3])
 
 
 def _gradients(ctx: Any, dout: Any, dresidual_out: Any, directly: bool) -> tuple[Any, ...]:
@@ -349,7 +367,7 @@ def _keep_of_operator(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]
     y, rstd, residual_out, scales = output
     _keep(ctx, x, weight, bias, residual, rstd, residual_out, more)
     fixed = [rstd, scales]
-    fixed += [residual_out] if more.residual_out_dtype is None else []
+    fixed += [residual_out] if more.residual_out_dtype is None or _is_constant(ctx) else []
     fixed += [y] if more.scale != "none" else []
     ctx.mark_non_differentiable(*fixed)
 

@@ -89,3 +89,14 @@ def test_a_call_with_everything_given_allocates_nothing(gpu: Backend) -> None:
     for _ in range(10):
         rr.rmsnorm_fwd(x, weight, **given)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("cols", [1024, 8192, 65536])
+def test_y_in_place_of_x_has_the_bits_of_a_y_of_its_own(gpu: Backend, cols: int) -> None:
+    torch: Any = pytest.importorskip("torch")
+    x = torch.randn(300, cols, device="cuda", dtype=torch.bfloat16)
+    weight, residual = torch.randn(cols, device="cuda"), torch.randn_like(x)
+    want = rr.rmsnorm_fwd(x.clone(), weight, residual=residual, casting="llama")
+    found = rr.rmsnorm_fwd(x, weight, residual=residual, casting="llama", out=x)
+    assert torch.equal(x, want.y)
+    assert torch.equal(found.residual_out, want.residual_out)
