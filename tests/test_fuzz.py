@@ -225,13 +225,13 @@ class Call(NamedTuple):
         arrays: by name, those that are read.
         options: what else is passed.
         out: where y goes, if anywhere.
-        in_place: residual_out is the residual.
+        in_place: those that a result is written to: "x" by y, "residual" by residual_out.
     """
 
     arrays: dict[str, Placed]
     options: Options
     out: Placed | None = None
-    in_place: bool = False
+    in_place: frozenset[str] = frozenset()
 
 
 @st.composite
@@ -266,7 +266,7 @@ def forwards(draw: st.DrawFn) -> Call:
     arrays = {"x": draw(placed(shape))}
     options: Options = {"eps": draw(EPS), "store_rstd": draw(st.booleans())}
     lists = draw(lists_of(shape))
-    in_place = False
+    in_place = set()
     if draw(st.booleans()):
         arrays["weight"] = draw(placed(lists, near=1.0))
     y_dtype = arrays["x"].dtype
@@ -277,16 +277,21 @@ def forwards(draw: st.DrawFn) -> Call:
             shape_of_bias = lists if "weight" in arrays else shape[-1:]
             arrays["bias"] = draw(placed(shape_of_bias, near=0.5))
         if draw(st.booleans()):
-            in_place = draw(st.booleans())
-            arrays["residual"] = draw(placed(shape, written=in_place))
+            in_place |= {"residual"} if draw(st.booleans()) else set()
+            arrays["residual"] = draw(placed(shape, written=bool(in_place)))
             options["residual_dtype"] = None if in_place else draw(MAYBE_DTYPE)
         if draw(st.integers(0, 2)):
             options["out_dtype"] = draw(MAYBE_DTYPE)
         else:
             options |= {"out_dtype": FP8, "scale": draw(st.sampled_from((0.03, 1.5, "dynamic")))}
         y_dtype = options["out_dtype"] or y_dtype
-    out = draw(placed(shape, st.just(y_dtype), written=True)) if draw(st.booleans()) else None
-    return Call(arrays, options, out, in_place)
+    out = None
+    if y_dtype == arrays["x"].dtype and draw(st.integers(0, 3)) == 0:
+        arrays["x"] = draw(placed(shape, st.just(y_dtype), written=True))
+        in_place.add("x")
+    elif draw(st.booleans()):
+        out = draw(placed(shape, st.just(y_dtype), written=True))
+    return Call(arrays, options, out, frozenset(in_place))
 
 
 @st.composite
@@ -315,13 +320,16 @@ def run_forward(call: Call) -> None:
     before = {name: array.copy() for name, array in given.items()}
     target = None if call.out is None else Buffer(call.out)
     results = {"out": None if target is None else target.array}
-    if call.in_place:
+    if "x" in call.in_place:
+        results["out"] = given["x"]
+    if "residual" in call.in_place:
         results["residual_out"] = given["residual"]
     made = rmsnorm_fwd(**given, **call.options, **results)
     for name, buffer in buffers.items():
-        assert buffer.untouched(outside=call.in_place and name == "residual"), f"{name} was written"
-    assert target is None or (made.y is target.array and target.untouched(outside=True))
-    assert not call.in_place or made.residual_out is given["residual"]
+        assert buffer.untouched(outside=name in call.in_place), f"{name} was written"
+    assert target is None or target.untouched(outside=True), "written beside out"
+    names = {"out": made.y, "residual_out": made.residual_out}
+    assert all(names[name] is array for name, array in results.items() if array is not None)
     own = before["x"] if "residual" not in before else before["residual"]
     if made.residual_out is not None:
         assert made.residual_out.dtype == (call.options.get("residual_dtype") or own.dtype)
