@@ -8,6 +8,7 @@ in the simulator by all that lies between a plan and a driver, and by its size: 
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from covering import covering_array
 from gfx950_stand_in import StandIn, require_stand_in
+from whole_problems import whole_problems
 
 import rmsnorm_raw as rr
 from rmsnorm_raw import bandwidth
@@ -93,6 +95,25 @@ def test_what_is_not_wanted_is_not_asked_for(
     if slug and (reason := rr.space.reject_reason(problem, rocm.device, config)):
         pytest.skip(f"no config of this problem: {reason}")
     check(rocm, problem, config)
+
+
+def whole() -> list[Case]:
+    """Every extra, by the ladder and by a config of each other path."""
+    cases = []
+    for problem in whole_problems(19, 1000):
+        default = default_config(problem, KNOWN["gfx950"])
+        paths = {default.path: default}
+        kept = list(enumerate_configs(problem, KNOWN["gfx950"]).kept)
+        random.Random(str(problem)).shuffle(kept)
+        for config in kept:
+            paths.setdefault(config.path, config)
+        cases += [(problem, config) for config in paths.values()]
+    return cases
+
+
+@pytest.mark.parametrize("case", whole(), ids=lambda case: case and " ".join(map(str, case)))
+def test_every_extra_is_right(rocm: Backend, case: Case) -> None:
+    check(rocm, *case)
 
 
 @pytest.mark.parametrize("make", [Problem.forward, Problem.backward])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gfx950_stand_in import StandIn, require_stand_in
+from whole_problems import whole_problems
 
 from rmsnorm_raw import launch
 from rmsnorm_raw.backends import Backend
@@ -32,9 +33,9 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_plan(
         problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
     ) -> Any:
-        strides = {name: tensor.row_stride for name, tensor in tensors.items()}
         nowhere = Tensor(12345)
         addresses = [tensors.get(name, nowhere).address for name in TENSORS[problem.op]]
+        strides = {name: tensor._replace(address=54321) for name, tensor in tensors.items()}
         return launch.prepare(problem, config, binary, strides), addresses
 
     def run(plan: tuple[Sequence[Any], Sequence[int]], stream: int = 0) -> None:
@@ -55,6 +56,12 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
         (Problem.backward(40, 1024, "bf16", has_rstd=False), "b256-t256-v16-2p-p2"),
         (Problem.backward(40, 1024, "bf16", need_dx=False), "b256-t128-v16-reg-p2-fl"),
         (Problem.backward(40, 1024, "bf16", need_dweight=False), None),
+        *((problem, None) for problem in whole_problems(19, 1000)),
+        (Problem.forward(9, 65536, "bf16", residual_dtype="fp32"), "b256-t2048-v16-reg"),
+        (
+            Problem.backward(40, 1024, "bf16", bias_dtype="fp32", dresidual_out_dtype="fp32"),
+            "b256-t256-v16-2p-p2",
+        ),
     ],
     ids=str,
 )
@@ -73,8 +80,10 @@ def test_a_new_thread_may_launch(rocm: Backend, stand_in: StandIn) -> None:
     memory = [rocm.allocate(2 * 256 * 4) for _ in range(2)]
     (x, _), (y, _) = memory
     rocm.from_host(x, np.ones(512, np.float32).view(np.uint8), 0)
-    (only,) = launch.prepare(problem, config, binary, {"x": 256, "y": 256})
-    thread = threading.Thread(target=only, args=(0, [x, 0, y, 0, 0]))
+    rows = {name: Tensor(0, 256) for name in ("x", "y")}
+    (only,) = launch.prepare(problem, config, binary, rows)
+    addresses = [{"x": x, "y": y}.get(name, 0) for name in TENSORS["forward"]]
+    thread = threading.Thread(target=only, args=(0, addresses))
     thread.start()
     thread.join()
     made = rocm.to_host(y, 2048, 0).view(np.float32)
