@@ -159,7 +159,7 @@ class Call:
         self.inputs["scale"] = seen
 
     def target(self, name: str, array: Any) -> None:
-        """Where a result goes; checked by :meth:`require_targets`."""
+        """Where a result goes; checked by :meth:`compute`."""
         if array is not None:
             self.targets[name] = self._join(ARGUMENT.get(name, name), array)
             self._given[name] = array
@@ -209,7 +209,7 @@ class Call:
         choices = {strides.heads_of(seen.shape, seen.strides) for seen in odd}
         return min({1} | {n for n in choices if n <= MAX_SHARED_HEADS}, key=cost), False
 
-    def require_targets(self, problem: Problem) -> None:
+    def _require_targets(self, problem: Problem) -> None:
         """Raise InvalidInput where a given target cannot take its result."""
         if not self.targets:
             return
@@ -234,7 +234,6 @@ class Call:
                 )
             if not self.is_empty:
                 self._require_layout(argument, written[name], seen, problem.extras.heads)
-        self._require_apart(problem)
 
     def _require_layout(self, argument: str, operand: Operand, seen: View, heads: int) -> None:
         if not operand.is_matrix:
@@ -248,13 +247,17 @@ class Call:
                 "apart"
             )
 
-    def _require_apart(self, problem: Problem) -> None:
-        """In place are y over x, and residual_out over the residual: a lane reads, then writes."""
+    def _require_apart(self) -> None:
+        """Raise InvalidInput where what is written shares memory with another array.
+
+        In place are y over x, and residual_out over the residual: a lane reads, then writes.
+        """
         may = {"residual_out": "residual", "y": "x"}
-        others = dict(self.inputs)
+        written = dict(self.targets)
         if self._workspace is not None:
-            others["workspace"] = self._workspace
-        for name, seen in self.targets.items():
+            written = {"workspace": self._workspace} | written
+        others = dict(self.inputs)
+        for name, seen in written.items():
             argument = ARGUMENT.get(name, name)
             for other, read in others.items():
                 in_place = may.get(name) == other and _is_same(seen, read)
@@ -265,16 +268,6 @@ class Call:
                         "each the very same array, and nothing else of it read or written"
                     )
             others[argument] = seen
-
-    def _require_free_workspace(self) -> None:
-        workspace = self._workspace
-        if workspace is None:
-            return
-        for name, read in self.inputs.items():
-            if interop.overlap(workspace, read):
-                raise InvalidInput(
-                    f"workspace overlaps {name}, which it would overwrite: pass an array of its own"
-                )
 
     # ---- results ---------------------------------------------------------------------------------
 
@@ -294,8 +287,8 @@ class Call:
         Returns:
             The results by tensor, in the caller's library; the targets themselves where given.
         """
-        self.require_targets(problem)
-        self._require_free_workspace()
+        self._require_targets(problem)
+        self._require_apart()
         with self.on_stream():
             made = {
                 each.name: self.targets.get(each.name) or self.new(self._shape(each), each.dtype)

@@ -66,8 +66,19 @@ def heads_of(shape: Ints, strides: Ints) -> int:
 def rows_are_apart(shape: Ints, row_stride: int, head_stride: int, heads: int) -> bool:
     """Whether no two of the rows that :func:`rows_in_place` found share an element."""
     tokens = math.prod(shape[:-1]) // heads
-    free_from = shape[-1]
-    for stride, count in sorted([(head_stride, heads), (row_stride, tokens)]):
+    return are_apart((heads, tokens), (head_stride, row_stride), shape[-1])
+
+
+def are_apart(counts: Ints, strides: Ints, length: int = 1) -> bool:
+    """Whether each piece of a length lies beyond all those of the dimensions of smaller strides.
+
+    Args:
+        counts: of pieces, in each dimension.
+        strides: from one to the next.
+        length: elements of a piece.
+    """
+    free_from = length
+    for stride, count in sorted(zip(strides, counts, strict=True)):
         if count > 1:
             if stride < free_from:
                 return False

@@ -36,6 +36,7 @@ from rmsnorm_raw.nn.launching import (
     require_real,
     simulates,
 )
+from rmsnorm_raw.strides import are_apart
 
 
 def call(
@@ -55,7 +56,7 @@ def call(
         wanted: whether there is to be a gradient.
         in_place: residual_out is written into the residual.
     """
-    if in_place and not (residual.is_contiguous() or _is_apart(residual)):
+    if in_place and not (residual.is_contiguous() or are_apart(residual.shape, residual.stride())):
         raise InvalidInput(
             "the residual's elements overlap, as repeated rows do, and cannot be written in place"
         )
@@ -77,17 +78,6 @@ def call(
     if in_place and residual_out is not residual:
         residual_out = residual.copy_(residual_out)
     return y, residual_out, scales
-
-
-def _is_apart(tensor: Any) -> bool:
-    """Whether each element lies beyond all those of the dimensions with smaller strides."""
-    free_from = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < free_from:
-                return False
-            free_from += stride * (size - 1)
-    return True
 
 
 class WholeNorm(torch.autograd.Function):  # type: ignore[misc]
