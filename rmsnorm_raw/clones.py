@@ -84,6 +84,12 @@ class Arena:
         return Clones(tuple(plans), self.clone_bytes, cache_bytes, self.owner)
 
 
+def require_launches(problem: Problem, config: Config, binary: Binary) -> None:
+    """Raise InvalidInput where there is nothing to time: no elements, or no result asked for."""
+    if not launch.launches(problem, config, binary):
+        raise InvalidInput(f"{problem} launches nothing: there is nothing to time")
+
+
 def clone_plans(
     problem: Problem,
     config: Config,
@@ -96,8 +102,7 @@ def clone_plans(
     Raises:
         InvalidInput: the problem launches nothing (no elements, or no result asked for).
     """
-    if not launch.launches(problem, config, binary):
-        raise InvalidInput(f"{problem} launches nothing: there is nothing to time")
+    require_launches(problem, config, binary)
     made = arena(problem, [config], binary.backend, stream=stream)
     return made.clones(config, binary)
 

@@ -333,8 +333,7 @@ def compare(baseline: Kernel, candidate: Kernel) -> stats.Comparison:
         )
     if backend.device.simulated:
         raise measure.Unmeasurable("simulated times say nothing about speed: compare on a GPU")
-    if not baseline.launches:
-        raise InvalidInput(f"{baseline.problem} launches nothing: there is nothing to time")
+    clones.require_launches(baseline.problem, baseline.config, baseline.binary)
     kernels = (baseline, candidate)
     for kernel in kernels:
         check.require(kernel.check(), kernel.problem, kernel.config)

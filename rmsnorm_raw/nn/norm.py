@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EPS = torch.finfo(torch.float32).eps
 
 
-class Extras(TypedDict, total=False):
+class ModuleKeywords(TypedDict, total=False):
     """What both :func:`rms_norm` and :class:`RMSNorm` take by name."""
 
     weight_offset: float
@@ -34,7 +34,7 @@ class Extras(TypedDict, total=False):
     per_head: bool
 
 
-class Keywords(Extras, total=False):
+class Keywords(ModuleKeywords, total=False):
     """What :func:`rms_norm` takes by name."""
 
     bias: Any
@@ -297,7 +297,7 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
     """
 
     has_bias = False
-    extras: Extras = {}  # noqa: RUF012 - never changed in place
+    extras: ModuleKeywords = {}  # noqa: RUF012 - never changed in place
 
     def __init__(
         self,
@@ -308,11 +308,11 @@ class RMSNorm(torch.nn.RMSNorm):  # type: ignore[misc]
         dtype: Any = None,
         *,
         bias: bool = False,
-        **extras: Unpack[Extras],
+        **extras: Unpack[ModuleKeywords],
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         if extras:
-            known = Extras.__annotations__
+            known = ModuleKeywords.__annotations__
             if unknown := sorted(extras.keys() - known.keys()):
                 raise TypeError(f"{', '.join(unknown)}: RMSNorm takes {', '.join(known)}")
             self.extras = extras
