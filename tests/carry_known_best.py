@@ -11,7 +11,6 @@ named: they want ``rmsnorm-raw tune``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -23,35 +22,39 @@ from io import BytesIO
 from pathlib import Path
 
 import nvrtc
+from plain_code import cubin_digest
 
 from rmsnorm_raw import ladder, records, store
 from rmsnorm_raw.backends import Toolchain
 from rmsnorm_raw.config import Config
-from rmsnorm_raw.device import KNOWN
-from rmsnorm_raw.source import Source, render
+from rmsnorm_raw.device import KNOWN, DeviceSpec
+from rmsnorm_raw.source import render
 
 HERE = Path(__file__).parents[1]
 SHIPPED = Path("rmsnorm_raw", "known_best", "sm_90.json")
 
 
-def code(source: Source) -> str:
-    """The digest of what NVRTC makes of a source for sm_90."""
-    cubin, _ = nvrtc.compiled(source.name, source.text, source.defines, "CUBIN")
-    return hashlib.sha256(cubin).hexdigest()
+def name_of(key: records.Key) -> str:
+    """Which record it is: its digest differs between trees whose keys have other fields."""
+    return f"{key.problem} {key.weight_dtype} {key.vec}"
+
+
+def device_of(key: records.Key) -> DeviceSpec:
+    """Where a record was measured."""
+    return replace(KNOWN["sm_90"], name=key.device, compute_units=key.compute_units)
 
 
 def codes(shipped: Path) -> dict[str, list[str]]:
-    """By the digest of a record's key: its config's code, and the ladder's, in this tree."""
+    """By a record's name: digests of its config's code, and of the ladder's, in this tree."""
     found = {}
     for key, record in records.parse(shipped.read_bytes()).items():
-        device = replace(KNOWN["sm_90"], name=key.device, compute_units=key.compute_units)
+        device = device_of(key)
         made = [render(key.problem, record.config, device)]
         for rows in store.bucket(key.rows_from):
             end = replace(key.problem, rows=rows)
             config: Config = ladder.default_config(end, device)
             made.append(render(end, config, device))
-        # digests of keys differ between trees whose keys have other fields
-        found[f"{key.problem} {key.weight_dtype} {key.vec}"] = [code(source) for source in made]
+        found[name_of(key)] = [cubin_digest(source) for source in made]
     return found
 
 
@@ -72,7 +75,7 @@ def carry(revision: str) -> None:
         before, now = json.loads(old.stdout), codes(shipped)
         kept, dropped = [], []
         for key, record in records.parse(shipped.read_bytes()).items():
-            name = f"{key.problem} {key.weight_dtype} {key.vec}"
+            name = name_of(key)
             if key.compiler != f"NVRTC {nvrtc.release()}":
                 raise SystemExit(
                     f"records are {key.compiler}'s, and this is {nvrtc.release()}: pip install "
@@ -81,9 +84,8 @@ def carry(revision: str) -> None:
             if before[name] != now[name]:
                 dropped.append(name)
                 continue
-            device = replace(KNOWN["sm_90"], name=key.device, compute_units=key.compute_units)
             toolchain = Toolchain(key.compiler, key.cupy)
-            kept.append((store.key_of(key.problem, device, toolchain), record))
+            kept.append((store.key_of(key.problem, device_of(key), toolchain), record))
     (HERE / SHIPPED).write_text(records.document(kept), encoding="utf-8")
     print(f"{len(kept)} records carried over, {len(dropped)} dropped")
     print("\n".join(dropped))

@@ -5,36 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from write_golden import GOLDEN, TEXTS, backward_defines
 
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.errors import InvalidConfig
-from rmsnorm_raw.kernels import (
-    backward,
-    backward_two_pass,
-    blocks,
-    extras,
-    finish,
-    forward,
-    pace,
-    prelude,
-    ring,
-    rows,
-)
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
 
-GOLDEN = Path(__file__).parent / "golden"
 GFX950, SM_90 = KNOWN["gfx950"], KNOWN["sm_90"]
-MODULES = {
-    "prelude": prelude, "rows": rows, "blocks": blocks, "ring": ring, "pace": pace,
-    "finish": finish, "forward": forward, "backward": backward,
-    "backward_two_pass": backward_two_pass, "extras": extras,
-}  # fmt: skip
-TEXTS = {name: module.TEXT for name, module in MODULES.items()}
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -47,10 +28,7 @@ def test_golden_text(name: str) -> None:
 
 
 def test_golden_defines() -> None:
-    problem = Problem.backward(32768, 8192, "bf16", weight_dtype="fp32")
-    source = render(problem, Config.parse("b512-t256-v16-ls-p2"), GFX950)
-    lines = "".join(f"{name}={value}\n" for name, value in source.defines)
-    assert (GOLDEN / "backward_defines.txt").read_text() == lines
+    assert (GOLDEN / "backward_defines.txt").read_text() == backward_defines()
 
 
 @pytest.mark.parametrize("name", TEXTS)
