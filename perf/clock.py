@@ -1,7 +1,7 @@
 """A GPU clock for pytest-benchmark.
 
 Its timer gives stamps: recorded events. The difference of two waits for the second and is seconds
-of the device. A pedantic round then is what a sample is in :mod:`rmsnorm_raw.measure`: ``setup``
+of the device. A pedantic round then is timed as a call is by :mod:`rmsnorm_raw.measure`: ``setup``
 stamps, enqueues the copies that evict the caches and hands out the next clone's call, none of it
 waiting for the device. Which rounds to drop by that module's rule, :meth:`Rounds.late_us` says;
 where most of a window's were late, the rounds after it have more copies ahead of them.
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from rmsnorm_raw.ahead import QueueAhead
 from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.measure import EVICTED_CACHES, MAX_AHEAD_US, Call
+from rmsnorm_raw.measure import MAX_AHEAD_US, Call
 from rmsnorm_raw.stats import percentile
 
 #: rounds after which it is asked whether the host keeps ahead
@@ -65,21 +66,17 @@ class Rounds:
         self.copies = copies
         self._asked = 0  # stamps of rounds that were asked after
         clock.stamps.clear()
-        backend = clock.backend
-        self._copy_bytes = EVICTED_CACHES * backend.device.last_level_cache_bytes
-        if copies:
-            self._origin, self._owner = backend.allocate(2 * self._copy_bytes)
+        self._ahead = QueueAhead(clock.backend, clock.stream) if copies else None
 
     @property
     def evicted_bytes(self) -> int:
-        return self.copies * self._copy_bytes
+        return self.copies * self._ahead.copy_bytes if self._ahead else 0
 
     def setup(self) -> tuple[tuple[Call], dict[str, Any]]:
         self._keep_ahead()
         self._clock()
-        for _ in range(self.copies):
-            target = self._origin + self._copy_bytes
-            self._clock.backend.copy(target, self._origin, self._copy_bytes, self._clock.stream)
+        if self._ahead:
+            self._ahead.enqueue(self.copies)
         return (next(self._rotation),), {}
 
     @staticmethod

@@ -4,7 +4,8 @@
 its gate; beside them the probes, the host's time of a call, and a Llama block. The warm-up, and how
 many copies of a queue-ahead the host's cost wants, are those of :mod:`rmsnorm_raw.measure`; the
 rounds are pytest-benchmark's, on the clock of ``clock.py``. A round whose host was late is dropped
-and counted. Probes run before the first cell and after the last.
+and counted; those of a short call are averaged by fours, as that module's samples are. Probes run
+before the first cell and after the last.
 
 Without a GPU the suites run our kernel in the simulator, at few rows; its times are marked as
 simulated and mean nothing.
@@ -26,6 +27,7 @@ from clock import Clock, Rounds
 from terminal_table import cell_id, table
 
 from rmsnorm_raw import bandwidth, environment, measure, workbench
+from rmsnorm_raw.ahead import EVICTED_CACHES, calls_a_sample, means
 from rmsnorm_raw.backends import get_backend
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
@@ -33,7 +35,8 @@ from rmsnorm_raw.study import rooflines, sweep
 from rmsnorm_raw.study.cells import cells
 from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
 
-#: the device is busy for under 10 s of a session at this count, whatever the peers take
+#: the device is busy for under 20 s of a session at this count, whatever the peers take; of a short
+#: call a datum is the mean of four rounds, and there are four times as many
 ROUNDS = 60
 SIMULATED_ROWS = 4
 COLUMNS = (*sweep.COLUMNS, "prepare_s")
@@ -133,27 +136,29 @@ class Session:
             calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
         )
         # one copy more than the timer wanted: here pytest-benchmark's own work is host time too
-        one_copy = measure.EVICTED_CACHES * self.backend.device.last_level_cache_bytes
+        one_copy = EVICTED_CACHES * self.backend.device.last_level_cache_bytes
         rounds = Rounds(
             self.clock, calls, 0 if self.simulated else warm.evicted_bytes // one_copy + 1
         )
-        count = MIN_SAMPLES if self.simulated else ROUNDS
+        together = 1 if self.simulated else calls_a_sample(warm.median_us)
+        count = MIN_SAMPLES if self.simulated else ROUNDS * together
         benchmark.pedantic(rounds.run, setup=rounds.setup, rounds=count)
         if not benchmark.enabled:  # --benchmark-disable: run once, no times
             return None
         late_us = [0.0] * count if self.simulated else rounds.late_us()
         data = benchmark.stats.stats.data
-        data[:] = [took_s for took_s, late in zip(data, late_us, strict=True) if late <= 0]
-        if len(data) < count // 2:
+        kept = [took_s for took_s, late in zip(data, late_us, strict=True) if late <= 0]
+        if len(kept) < count // 2:
             benchmark.has_error = True
             raise measure.Unmeasurable(
-                f"the host was late in {count - len(data)} of {count} rounds, by up to "
+                f"the host was late in {count - len(kept)} of {count} rounds, by up to "
                 f"{max(late_us):.0f} us, at last behind {rounds.copies} copies: another process "
                 "may have the cores, or the call waits for the device"
             )
+        data[:] = means(kept, together)
         return measure.Samples(
             tuple(took_s * 1e6 for took_s in data), "cold", f"{count} rounds", len(calls),
-            evicted_bytes=rounds.evicted_bytes, discarded=count - len(data),
+            evicted_bytes=rounds.evicted_bytes, discarded=count - len(kept),
             late_us=max(0.0, *late_us), simulated=self.simulated,
         )  # fmt: skip
 

@@ -12,8 +12,9 @@ The left side starts before the first event, not after the copy: on an idle devi
 at once, and the cost of enqueueing the copy would pass for device work. A sample that fails is
 discarded and counted; where most of a batch fails, the queue-ahead is lengthened.
 
-``cold``: one call a sample; the queue-ahead evicts the cache too. ``steady``: a train of calls a
-sample, over clones that together are larger than the cache.
+``cold``: the queue-ahead evicts the cache too; a sample is one call, or the mean of four that are
+short, for launches take turns (:mod:`rmsnorm_raw.ahead`). ``steady``: a train of calls a sample,
+over clones that together are larger than the cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from rmsnorm_raw import check, stats
+from rmsnorm_raw.ahead import TURNS, QueueAhead, calls_a_sample, means
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import ROTATED_CACHES, clone_plans
 from rmsnorm_raw.config import Config
@@ -42,14 +44,12 @@ Call = Callable[[], object]
 
 #: raise it when a time would come out otherwise than it did: times of two protocols say nothing of
 #: each other, and tuned records of an older one are not served
-TIMING_PROTOCOL = 1
+TIMING_PROTOCOL = 2
 #: samples between two synchronisations: they keep the device busy, and their launches fit the 1024
 #: entries of a CUDA channel
 BATCH = 12
 #: calls of a steady sample, at least
 TRAIN_CALLS = 100
-#: a queue-ahead copy is this many last-level caches long: none of the call's data stays in one
-EVICTED_CACHES = 2
 #: a host that is still late behind this much device work is not slow, it waits for the device
 MAX_AHEAD_US = 20_000.0
 
@@ -59,13 +59,13 @@ class Samples:
     """Times of one operation.
 
     Attributes:
-        times_us: device microseconds of a call, in the order taken (steady: a train's mean).
+        times_us: device microseconds of a call, in the order taken: the mean of a sample's calls.
         regime: "cold" or "steady".
         stopped: why sampling ended, a sentence with the figure that decided.
         clones: copies of the tensors that the calls rotated over.
-        evicted_bytes: bytes copied ahead of each sample, at the end.
-        discarded: samples dropped because the host was late by the module's rule.
-        late_us: the most that a dropped sample's host was late by; 0 where none was dropped.
+        evicted_bytes: bytes copied ahead of each call (steady: train), at the end.
+        discarded: calls (steady: trains) dropped because the host was late by the module's rule.
+        late_us: the most that a dropped one's host was late by; 0 where none was dropped.
         simulated: the times are the CPU simulator's, by the host's clock, and mean nothing.
     """
 
@@ -193,7 +193,7 @@ def time_interleaved(
             raise Unmeasurable("the simulator has no steady times: use regime='cold'")
         return [_host_times(calls, backend, stream) for calls in contenders]
 
-    ahead = _Ahead(backend, stream)
+    ahead = QueueAhead(backend, stream)
     tracks = [_Track(calls, ahead, regime) for calls in contenders]
     for call in itertools.chain.from_iterable(contenders):
         call()
@@ -220,25 +220,10 @@ class _Shot(NamedTuple):
         return self.host_us - self.ahead_us
 
 
-class _Ahead:
-    """The queue-ahead: copies between two buffers of twice the last-level cache."""
-
-    def __init__(self, backend: Backend, stream: int) -> None:
-        self.backend = backend
-        self.stream = stream
-        self.copy_bytes = EVICTED_CACHES * backend.device.last_level_cache_bytes
-        self._origin, self._owner = backend.allocate(2 * self.copy_bytes)
-
-    def enqueue(self, copies: int) -> None:
-        target = self._origin + self.copy_bytes
-        for _ in range(copies):
-            self.backend.copy(target, self._origin, self.copy_bytes, self.stream)
-
-
 class _Track:
     """One contender: its rotation, its queue-ahead and the samples kept so far."""
 
-    def __init__(self, calls: Sequence[Call], ahead: _Ahead, regime: Regime) -> None:
+    def __init__(self, calls: Sequence[Call], ahead: QueueAhead, regime: Regime) -> None:
         self._ahead = ahead
         self._regime = regime
         self._clones = len(calls)
@@ -248,8 +233,9 @@ class _Track:
         self._train = len(calls) * math.ceil(TRAIN_CALLS / len(calls)) if steady else 1
         self._batch = 1 if steady else BATCH  # two trains would not fit the channel
         self._copies = 1
+        self._calls_a_sample = 1 if steady else TURNS
+        self._kept: list[float] = []
         self._late: list[float] = []
-        self.times_us: list[float] = []
         self.spent_s = 0.0
         self.stopped = ""
 
@@ -257,15 +243,23 @@ class _Track:
         while busy_us > 0:
             shots = self._shoot(self._batch)
             busy_us -= sum(shot.ahead_us + shot.timed_us for shot in shots)
+            if self._regime == "cold":
+                call_us = stats.percentile([shot.timed_us for shot in shots], 50)
+                self._calls_a_sample = calls_a_sample(call_us)
+
+    @property
+    def times_us(self) -> list[float]:
+        return means(self._kept, self._calls_a_sample)
 
     def take(self, max_samples: int) -> None:
         """One batch: keeps what the host enqueued in time."""
         opened = perf_counter()
-        for shot in self._shoot(min(self._batch, max_samples - len(self.times_us))):
+        wanted = max_samples * self._calls_a_sample - len(self._kept)
+        for shot in self._shoot(min(self._batch, wanted)):
             if shot.late_us > 0:
                 self._late.append(shot.late_us)
             else:
-                self.times_us.append(shot.timed_us / self._train)
+                self._kept.append(shot.timed_us / self._train)
         self.spent_s += perf_counter() - opened
 
     def samples(self) -> Samples:
@@ -319,14 +313,15 @@ class _Track:
 
 def _why_stop(track: _Track, budget_s: float, goal_pct: float, max_samples: int) -> str:
     """The sentence that ends sampling; "" to go on."""
-    low, high = stats.median_interval(track.times_us)
-    width_pct = 100 * (high - low) / stats.percentile(track.times_us, 50)
+    times_us = track.times_us
+    low, high = stats.median_interval(times_us)
+    width_pct = 100 * (high - low) / stats.percentile(times_us, 50)
     if width_pct < goal_pct:
         return f"interval {width_pct:.2g} % < {goal_pct:g} %"
     missed = f"at {width_pct:.2g} % >= {goal_pct:g} %"
     if track.spent_s >= budget_s:
         return f"budget {budget_s:g} s spent {missed}"
-    if len(track.times_us) >= max_samples:
+    if len(times_us) >= max_samples:
         return f"{max_samples} samples taken {missed}"
     return ""
 

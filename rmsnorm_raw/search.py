@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from rmsnorm_raw import candidates, clones, ladder, launch, space, stats, store
+from rmsnorm_raw.ahead import EVICTED_CACHES
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.effort import Effort
 from rmsnorm_raw.lab import Fault, Steps, few_rows, ladder_failed
 from rmsnorm_raw.lab import SearchFailed as SearchFailed
-from rmsnorm_raw.measure import EVICTED_CACHES, Limits, Regime
+from rmsnorm_raw.measure import Limits, Regime
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Comparison
 

@@ -24,7 +24,8 @@ class VirtualGpu:
         host_us: the host's clock.
         idle_us: when the device will have done all that is enqueued.
         busy_us: device time enqueued so far.
-        log: what was enqueued: "copy", "fill", or the name of a call.
+        log: what was enqueued: "copy", "fill", or the name of a call; small copies are left out.
+        launched: launches so far, the small copies with them, the fills not.
     """
 
     name = "virtual"
@@ -40,17 +41,20 @@ class VirtualGpu:
         copy_us: float = 60.0,
         clock: Callable[[float], float] = lambda busy_us: 1.0,
         channel: int | None = None,
+        turn_us: float = 0.0,
     ) -> None:
         self.device = device
         self.host_cost_us = host_cost_us
         self.copy_cost_us = copy_cost_us
         self.copy_us = copy_us
         self.channel = channel  # most launches that wait for the device; then the host waits too
+        self.turn_us = turn_us  # that two of each four launches start later, behind another's end
         self.clock = clock  # slowness of the device, by its busy time so far
         self.host_us = 0.0
         self.idle_us = 0.0
         self.busy_us = 0.0
         self.log: list[str] = []
+        self.launched = 0
         self.ends_us: list[float] = []
         self.allocated: list[int] = []
 
@@ -62,7 +66,9 @@ class VirtualGpu:
         took_us = device_us * self.clock(self.busy_us)
         self.idle_us = max(self.idle_us, self.host_us) + took_us
         self.busy_us += took_us
-        self.log.append(name)
+        self.launched += name != "fill"
+        if name:
+            self.log.append(name)
         self.ends_us.append(self.idle_us)
         if self.channel is not None and len(self.ends_us) > self.channel:
             self.host_us = max(self.host_us, self.ends_us[-self.channel - 1])
@@ -81,7 +87,8 @@ class VirtualGpu:
             device = device_us() if callable(device_us) else device_us
             self.enqueue(name, device / 2, 0.0)
             self.host_us += host_us() if callable(host_us) else host_us
-            self.enqueue(name, device / 2, 0.0)
+            turn_us = self.turn_us if self.launched % 4 < 2 else 0.0
+            self.enqueue(name, device / 2 + turn_us, 0.0)
             if waits:
                 self.synchronize(0)
 
@@ -114,7 +121,8 @@ class VirtualGpu:
         return base, object()
 
     def copy(self, target: int, origin: int, size_bytes: int, stream: int) -> None:
-        self.enqueue("copy", self.copy_us, self.copy_cost_us)
+        small = size_bytes < 4096
+        self.enqueue("" if small else "copy", 1.0 if small else self.copy_us, self.copy_cost_us)
 
     def fill(self, target: int, byte: int, size_bytes: int, stream: int) -> None:
         self.enqueue("fill", 1.0, self.host_cost_us)
