@@ -70,17 +70,13 @@ def chunks(problem: Problem, config: Config) -> int:
 
 def ring_tensors(problem: Problem) -> int:
     """Tensors whose rows a ring holds."""
-    more = problem.extras
-    if problem.op == "forward":
-        return 1 + (more.residual_dtype is not None)
-    return 2 + (more.residual_out_dtype is not None and problem.need_dx)
+    return (1 if problem.op == "forward" else 2) + (problem.beside_dtype is not None)
 
 
 def ring_stranger(problem: Problem) -> str | None:
     """A dtype of those tensors that is not x's; a ring holds rows of one dtype."""
-    more, forward = problem.extras, problem.op == "forward"
-    beside = [more.residual_dtype] if forward else [more.residual_out_dtype, more.out_dtype]
-    return next((dtype for dtype in beside if dtype not in (problem.dtype, None)), None)
+    others = [problem.beside_dtype, *[problem.out_dtype] * (problem.op == "backward")]
+    return next((dtype for dtype in others if dtype not in (problem.dtype, None)), None)
 
 
 def row_stores(problem: Problem, config: Config) -> int:
@@ -117,8 +113,7 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
 
 def _extra_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """Registers of one chunk for a problem's extras: residual and bias, or its sums."""
-    more, each = problem.extras, elements(problem, config)
-    beside = more.residual_dtype if problem.op == "forward" else more.residual_out_dtype
+    more, each, beside = problem.extras, elements(problem, config), problem.beside_dtype
     held = max(1, each * stored_bytes(beside) // 4) if beside else 0
     if config.path == "two_pass":
         return held
