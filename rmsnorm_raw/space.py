@@ -91,7 +91,7 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
 
     The built kernel has the last word. Fitted to NVRTC 13.5 at 8 to 32 bf16 elements a lane, which
     converts the rows of backward to fp32 once and holds them over the reduction; forward's and the
-    weights stay packed. For hiprtc see :func:`_held_by_hiprtc`.
+    weights stay packed. For hiprtc see :func:`_held_by_hiprtc` and :func:`_tile_by_hiprtc`.
     """
     each = elements(problem, config)
     packed = max(1, config.vec // 4)
@@ -99,6 +99,8 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     tensors = 1 if problem.op == "forward" else 2
     extra = _extra_registers(problem, config, device)
     if config.path == "two_pass":
+        if device.dialect == "amd" and (tile := _tile_by_hiprtc(problem, config)):
+            return OVERHEAD_REGISTERS + tile
         sums = each * (1 + (problem.extras.bias_dtype is not None))
         return OVERHEAD_REGISTERS + TILE_CHUNKS * (tensors * packed + extra) + weight + sums
     if device.dialect == "amd" and (problem.op == "backward" or config.path != "registers"):
@@ -146,6 +148,23 @@ def _held_by_hiprtc(problem: Problem, config: Config) -> int:
         # stores of a row alone in its block have no condition: the next row is worked on with them
         held += 2 * each * (weighted and dweight and config.rows_per_block == 1)
     return held
+
+
+def _tile_by_hiprtc(problem: Problem, config: Config) -> int:
+    """Registers of a tile of forward's two_pass, where those compilers load all of it at once.
+
+    They do where every lane has as many chunks; 0 where not, and where a residual is read or
+    residual_out stored, for then loads stay behind stores. The tile's chunks are in fp32, and so
+    are a weight and a bias of 16 bits; of wider ones it is half. An 8-bit y takes a chunk more.
+    """
+    more, each = problem.extras, elements(problem, config)
+    has_tail = problem.cols % (config.threads_per_row * each) != 0
+    if problem.op == "backward" or more.residual_dtype or more.residual_out_dtype or has_tail:
+        return 0
+    tile = min(TILE_CHUNKS, chunks(problem, config))
+    beside = (problem.weight_dtype, more.bias_dtype)
+    lists = sum(tile * 2 // stored_bytes(dtype) for dtype in beside if dtype)
+    return each * (tile + lists + (more.scale != "none"))
 
 
 def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str, int]:
@@ -225,6 +244,12 @@ def finishes_early(problem: Problem, device: DeviceSpec) -> bool:
     """
     may = device.arch == "sm_90" and problem.op == "backward" and problem.need_dweight
     return may and problem.rows > FEW_DWEIGHT_ROWS
+
+
+def adds_dout_up(problem: Problem) -> bool:
+    """Whether dbias is all that is asked for: then a row has no sum, and so its loop no barrier."""
+    wanted = problem.need_dx or problem.need_dweight or not problem.has_rstd
+    return problem.op == "backward" and problem.extras.bias_dtype is not None and not wanted
 
 
 def dweight_chain(problem: Problem, config: Config, device: DeviceSpec) -> int:
@@ -460,6 +485,10 @@ def inert_reason(problem: Problem, device: DeviceSpec, config: Config) -> str | 
         return "finish is inert: no dW is asked for"
     if problem.op == "backward" and not problem.need_dx and config.store_policy != "default":
         return "store_policy is inert: no dx is asked for"
+    if device.dialect == "amd" and config.path == "pingpong" and adds_dout_up(problem):
+        return (
+            "pingpong is inert: dbias alone has no barrier, and hiprtc waits for the next row too"
+        )
     if config.waves_per_eu and problem.op == "forward" and config.path == "registers":
         need = lane_registers(problem, config, device)
         if config.waves_per_eu <= 2 or need <= ALL_WAVES_REGISTERS:
