@@ -14,6 +14,7 @@ from rmsnorm_raw.config import Config, Policy
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import (
+    LANES,
     MAX_ROWS_PER_BLOCK,
     PROGRAMS,
     ROW_BLOCKS,
@@ -227,10 +228,9 @@ def _ring_for(problem: Problem, device: DeviceSpec, config: Config) -> Config:
 
 def _lane_counts(wanted: int) -> Iterator[int]:
     """Lanes a row to try: those wanted, then more, then fewer."""
-    powers = [8 << k for k in range(8)]
     yield wanted
-    yield from (row for row in powers if row > wanted)
-    yield from (row for row in reversed(powers) if row < wanted)
+    yield from (row for row in LANES if row > wanted)
+    yield from (row for row in reversed(LANES) if row < wanted)
 
 
 def _block(row: int, most: int) -> int:
