@@ -14,9 +14,11 @@ from rmsnorm_raw.config import Config, Policy
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.space import (
+    LANES,
     MAX_ROWS_PER_BLOCK,
     PROGRAMS,
     ROW_BLOCKS,
+    adds_dout_up,
     covering_lanes,
     finishes_early,
     inert_reason,
@@ -156,6 +158,10 @@ def _backward_rungs(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
         )  # fmt: skip
         if vectors > 32:
             threads, most, per_lane = _bulk_shape(problem, device)
+    elif device.dialect == "amd" and adds_dout_up(problem):
+        # Nothing overlaps a row but other programs: 64 bytes a lane in 1024 threads are 64 KiB in
+        # flight. A ring would copy x too, which nobody reads. Unmeasured.
+        threads, most, per_lane = 1024, 256, 4
     else:
         # Ping-pong serves every width, needs no LDS and keeps a whole row in flight. On AMD it is
         # the default for that reason, unmeasured (gfx950: 83 to 172 VGPRs).
@@ -222,10 +228,9 @@ def _ring_for(problem: Problem, device: DeviceSpec, config: Config) -> Config:
 
 def _lane_counts(wanted: int) -> Iterator[int]:
     """Lanes a row to try: those wanted, then more, then fewer."""
-    powers = [8 << k for k in range(8)]
     yield wanted
-    yield from (row for row in powers if row > wanted)
-    yield from (row for row in reversed(powers) if row < wanted)
+    yield from (row for row in LANES if row > wanted)
+    yield from (row for row in reversed(LANES) if row < wanted)
 
 
 def _block(row: int, most: int) -> int:

@@ -20,6 +20,7 @@ from rmsnorm_raw.space import (
     finish_columns,
     grid_programs,
     lds_bytes,
+    sums_rows,
 )
 
 #: HIP refuses a launch of 2**32 threads or more
@@ -341,7 +342,7 @@ def _partial_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:
 
 
 def _row_results_bytes(problem: Problem, config: Config) -> int:
-    needed = config.path == "two_pass" and (problem.need_dx or not problem.has_rstd)
+    needed = config.path == "two_pass" and sums_rows(problem)
     return -(-8 * problem.rows // 16) * 16 * needed  # what follows is stored 16 bytes at a time
 
 

@@ -250,6 +250,13 @@ class Problem:
         return self.extras.out_dtype or self.dtype
 
     @property
+    def beside_dtype(self) -> str | None:
+        """The dtype of what is read beside x: residual, or dresidual_out for dx; None for none."""
+        if self.op == "forward":
+            return self.extras.residual_dtype
+        return self.extras.residual_out_dtype if self.need_dx else None
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
         """Every tensor that the operation reads, then every one that it writes."""
         more, own = self.extras, self.dtype
@@ -270,7 +277,7 @@ class Problem:
                 matrix("x", own),
                 columns("weight", self.weight_dtype),
                 columns("bias", more.bias_dtype),
-                matrix("residual", more.residual_dtype),
+                matrix("residual", self.beside_dtype),
                 Operand("scale", "float32", 1, 1) if more.scale == "static" else None,
                 matrix("y", self.out_dtype, True),
                 row_floats("rstd", self.store_rstd, True),
@@ -283,7 +290,7 @@ class Problem:
                 matrix("x", own),
                 columns("weight", self.weight_dtype),
                 row_floats("rstd", self.has_rstd),
-                matrix("dresidual_out", more.residual_out_dtype if self.need_dx else None),
+                matrix("dresidual_out", self.beside_dtype),
                 matrix("dx", (more.dx_dtype or own) if self.need_dx else None, True),
                 columns("dweight", self.weight_dtype if self.need_dweight else None, True),
                 matrix("dresidual", more.residual_dtype if self.need_dx else None, True),

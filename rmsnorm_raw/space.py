@@ -18,6 +18,8 @@ from rmsnorm_raw.errors import InvalidConfig
 from rmsnorm_raw.problem import Problem
 
 BLOCKS = (64, 128, 256, 512, 1024)
+#: lanes a row, beside those that just cover it
+LANES = tuple(8 << k for k in range(8))
 PROGRAMS = (1, 2, 3, 4, 8)
 STAGES = (2, 3, 4)
 #: (load, store) of the rows. Outputs are kept only where the rows are: alone, they would push out
@@ -70,17 +72,13 @@ def chunks(problem: Problem, config: Config) -> int:
 
 def ring_tensors(problem: Problem) -> int:
     """Tensors whose rows a ring holds."""
-    more = problem.extras
-    if problem.op == "forward":
-        return 1 + (more.residual_dtype is not None)
-    return 2 + (more.residual_out_dtype is not None and problem.need_dx)
+    return (1 if problem.op == "forward" else 2) + (problem.beside_dtype is not None)
 
 
 def ring_stranger(problem: Problem) -> str | None:
     """A dtype of those tensors that is not x's; a ring holds rows of one dtype."""
-    more, forward = problem.extras, problem.op == "forward"
-    beside = [more.residual_dtype] if forward else [more.residual_out_dtype, more.out_dtype]
-    return next((dtype for dtype in beside if dtype not in (problem.dtype, None)), None)
+    others = [problem.beside_dtype, *[problem.out_dtype] * (problem.op == "backward")]
+    return next((dtype for dtype in others if dtype not in (problem.dtype, None)), None)
 
 
 def row_stores(problem: Problem, config: Config) -> int:
@@ -95,14 +93,15 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
 
     The built kernel has the last word. Fitted to NVRTC 13.5 at 8 to 32 bf16 elements a lane, which
     converts the rows of backward to fp32 once and holds them over the reduction; forward's and the
-    weights stay packed. For hiprtc see :func:`_held_by_hiprtc`.
+    weights stay packed. For hiprtc see :func:`_held_by_hiprtc` and :func:`_tile_by_hiprtc`.
     """
     each = elements(problem, config)
-    packed = max(1, config.vec // 4)
-    weight = max(1, each * problem.weight_bytes // 4) if problem.weight_bytes else 0
+    packed, weight = (_packed(each, dtype) for dtype in (problem.dtype, problem.weight_dtype))
     tensors = 1 if problem.op == "forward" else 2
     extra = _extra_registers(problem, config, device)
     if config.path == "two_pass":
+        if device.dialect == "amd" and (tile := _tile_by_hiprtc(problem, config)):
+            return OVERHEAD_REGISTERS + tile
         sums = each * (1 + (problem.extras.bias_dtype is not None))
         return OVERHEAD_REGISTERS + TILE_CHUNKS * (tensors * packed + extra) + weight + sums
     if device.dialect == "amd" and (problem.op == "backward" or config.path != "registers"):
@@ -115,18 +114,22 @@ def lane_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     return OVERHEAD_REGISTERS + chunks(problem, config) * chunk
 
 
+def _packed(each: int, dtype: str | None) -> int:
+    """Registers of so many elements as they were loaded; 0 where there is no such tensor."""
+    return max(1, each * stored_bytes(dtype) // 4) if dtype else 0
+
+
 def _extra_registers(problem: Problem, config: Config, device: DeviceSpec) -> int:
     """Registers of one chunk for a problem's extras: residual and bias, or its sums."""
-    more, each = problem.extras, elements(problem, config)
-    beside = more.residual_dtype if problem.op == "forward" else more.residual_out_dtype
-    held = max(1, each * stored_bytes(beside) // 4) if beside else 0
+    more, each, beside = problem.extras, elements(problem, config), problem.beside_dtype
+    held = _packed(each, beside)
     if config.path == "two_pass":
         return held
     if beside and (device.dialect == "amd" or config.path == "pingpong"):
         held *= 2  # the next row's too, or fp32 beside what was loaded
     if more.bias_dtype:
-        as_loaded = max(1, each * stored_bytes(more.bias_dtype) // 4)
-        held += each if problem.op == "backward" or device.dialect == "amd" else as_loaded
+        in_fp32 = problem.op == "backward" or device.dialect == "amd"
+        held += each if in_fp32 else _packed(each, more.bias_dtype)
     return held
 
 
@@ -138,7 +141,7 @@ def _held_by_hiprtc(problem: Problem, config: Config) -> int:
     accumulation registers all along, or goes to scratch.
     """
     each, tensors = elements(problem, config), 1 if problem.op == "forward" else 2
-    packed = tensors * max(1, config.vec // 4)
+    packed = tensors * _packed(each, problem.dtype)
     dweight = problem.op == "backward" and problem.need_dweight
     weighted = problem.weight_bytes > 0 and (problem.op == "forward" or problem.need_dx)
     held = 1 + each * (weighted + dweight)
@@ -146,11 +149,29 @@ def _held_by_hiprtc(problem: Problem, config: Config) -> int:
         return held + packed
     held += each * (tensors + (weighted and dweight))
     if config.path == "pingpong":  # the next row; a weight stays packed, too
-        held += packed + (max(1, each // 2) if weighted and problem.weight_bytes == 2 else 0)
+        held += packed
+        held += _packed(each, problem.weight_dtype) * (weighted and problem.weight_bytes == 2)
         held += config.vec == 2  # 25 chunks of a single bf16 spilled (ROCm 7.2.4, gfx942)
         # stores of a row alone in its block have no condition: the next row is worked on with them
         held += 2 * each * (weighted and dweight and config.rows_per_block == 1)
     return held
+
+
+def _tile_by_hiprtc(problem: Problem, config: Config) -> int:
+    """Registers of a tile of forward's two_pass, where those compilers load all of it at once.
+
+    They do where every lane has as many chunks; 0 where not, and where a residual is read or
+    residual_out stored, for then loads stay behind stores. The tile's chunks are in fp32, and so
+    are a weight and a bias of 16 bits; of wider ones it is half. An 8-bit y takes a chunk more.
+    """
+    more, each = problem.extras, elements(problem, config)
+    has_tail = problem.cols % (config.threads_per_row * each) != 0
+    if problem.op == "backward" or more.residual_dtype or more.residual_out_dtype or has_tail:
+        return 0
+    tile = min(TILE_CHUNKS, chunks(problem, config))
+    beside = (problem.weight_dtype, more.bias_dtype)
+    lists = sum(tile * 2 // stored_bytes(dtype) for dtype in beside if dtype)
+    return each * (tile + lists + (more.scale != "none"))
 
 
 def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str, int]:
@@ -161,15 +182,17 @@ def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str,
     use the same memory when the ring is done.
     """
     exchange = 16 * (config.block // device.wave)
-    if config.path == "two_pass" and problem.op == "backward":
+    backward = problem.op == "backward"
+    dweight = backward and problem.need_dweight
+    dbias = backward and problem.extras.bias_dtype is not None
+    if config.path == "two_pass" and backward:
         sizes = {"rmsnorm_backward_rows": exchange, "rmsnorm_backward_columns": 0}
     else:
         row_elements = chunks(problem, config) * elements(problem, config) * config.threads_per_row
         need = exchange
         if config.blocks_per_row > 1:
             need += 4 * (2 + config.blocks_per_row)
-        column_sums = problem.need_dweight or problem.extras.bias_dtype
-        if column_sums and problem.op == "backward" and config.rows_per_block > 1:
+        if (dweight or dbias) and config.rows_per_block > 1:
             need = exchange + 4 * row_elements
         if config.path == "lds":
             tensors = ring_tensors(problem)
@@ -177,9 +200,9 @@ def lds_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[str,
             ring = config.stages * tensors * config.rows_per_block * row_bytes
             need = max(need, -(-(exchange + 64 * config.bulk) // 128) * 128 + ring)
         sizes = {f"rmsnorm_{problem.op}": need}
-    if problem.op == "backward" and problem.need_dweight and config.finish != "last_block":
+    if dweight and config.finish != "last_block":
         sizes["rmsnorm_dweight"] = 2 * FINISH_BLOCK  # 4 floats for each run of 8 lanes
-    if problem.op == "backward" and problem.extras.bias_dtype:
+    if dbias:
         sizes["rmsnorm_dbias"] = 2 * FINISH_BLOCK
     return sizes
 
@@ -230,6 +253,17 @@ def finishes_early(problem: Problem, device: DeviceSpec) -> bool:
     """
     may = device.arch == "sm_90" and problem.op == "backward" and problem.need_dweight
     return may and problem.rows > FEW_DWEIGHT_ROWS
+
+
+def sums_rows(problem: Problem) -> bool:
+    """Whether backward has a sum over each row: for dx, or for an rstd that was not given."""
+    return problem.need_dx or not problem.has_rstd
+
+
+def adds_dout_up(problem: Problem) -> bool:
+    """Whether dbias is all that is asked for: then a row has no sum, and so its loop no barrier."""
+    alone = problem.extras.bias_dtype is not None and not problem.need_dweight
+    return problem.op == "backward" and alone and not sums_rows(problem)
 
 
 def dweight_chain(problem: Problem, config: Config, device: DeviceSpec) -> int:
@@ -465,6 +499,10 @@ def inert_reason(problem: Problem, device: DeviceSpec, config: Config) -> str | 
         return "finish is inert: no dW is asked for"
     if problem.op == "backward" and not problem.need_dx and config.store_policy != "default":
         return "store_policy is inert: no dx is asked for"
+    if device.dialect == "amd" and config.path == "pingpong" and adds_dout_up(problem):
+        return (
+            "pingpong is inert: dbias alone has no barrier, and hiprtc waits for the next row too"
+        )
     if config.waves_per_eu and problem.op == "forward" and config.path == "registers":
         need = lane_registers(problem, config, device)
         if config.waves_per_eu <= 2 or need <= ALL_WAVES_REGISTERS:
@@ -531,16 +569,15 @@ def _candidates(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
 def _shapes(problem: Problem, device: DeviceSpec) -> Iterator[Config]:
     """Blocks and lanes a row."""
     vectors = row_vectors(problem)
-    powers = [8 << k for k in range(8)]
     for block in BLOCKS:
-        for row in powers:
+        for row in LANES:
             # no row slot with more than half of its lanes idle, none with very far to go
             wanted = (row == 8 or row < 2 * vectors) and vectors <= 64 * row
             if wanted and row <= block <= MAX_ROWS_PER_BLOCK * row:
                 yield Config(block=block, threads_per_row=row)
     # lanes that just cover the row in 1, 2 or 4 chunks: 192 instead of 256 for 375 vectors
     for row in sorted(
-        {covering_lanes(vectors, per_lane, device) for per_lane in (1, 2, 4)} - {*powers}
+        {covering_lanes(vectors, per_lane, device) for per_lane in (1, 2, 4)} - {*LANES}
     ):
         for block in (row, 2 * row, 4 * row):
             if 64 <= block <= 512 or block == row:

@@ -121,6 +121,29 @@ def test_the_ladder_serves_every_extra(cols: int, device: Any) -> None:
         render(problem, config, device)
 
 
+@pytest.mark.parametrize("device", [GFX950, SM_90], ids=lambda d: str(d.arch))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_of_a_residual_are_not_read_where_no_dx_is_asked_for(
+    dtype: str, device: Any
+) -> None:
+    beside = {"dresidual_out_dtype": dtype, "residual_dtype": dtype}
+
+    def dweight(more: Any, cols: int = 4096, need_dx: bool = False) -> Problem:
+        return Problem.backward(4096, cols, "bf16", need_dx=need_dx, bias_dtype="bf16", **more)
+
+    assert space.ring_tensors(dweight(beside)) == 2
+    assert space.ring_tensors(dweight(beside, need_dx=True)) == 3
+    assert space.ring_stranger(dweight(beside)) is None
+    stranger = "float32" if dtype == "fp32" else None
+    assert space.ring_stranger(dweight(beside, need_dx=True)) == stranger
+    for cols in (769, 4096, 16384):
+        one, other = dweight(beside, cols), dweight({}, cols)
+        assert space.enumerate_configs(one, device) == space.enumerate_configs(other, device)
+        config = default_config(one, device)
+        assert config == default_config(other, device)
+        assert render(one, config, device).digest == render(other, config, device).digest
+
+
 def test_plain_sources_know_nothing_of_extras() -> None:
     for op in (Problem.forward, Problem.backward):
         problem = op(64, 1024, "bf16")

@@ -199,6 +199,20 @@ def test_amd_shares_rows_that_are_wide_and_very_few() -> None:
             assert config.blocks_per_row == 1
 
 
+@pytest.mark.parametrize("device", [GFX950, GFX942], ids=lambda it: it.arch)
+def test_dbias_alone_is_read_by_many_programs_on_amd(device: DeviceSpec) -> None:
+    dbias = {"bias_dtype": "bf16", "need_dx": False}
+    for rows, cols in itertools.product(ROWS[2:], (7, 769, 1000, 4096, 8192, 16384)):
+        alone = Problem.backward(rows, cols, "bf16", need_dweight=False, **dbias)
+        config = default_config(alone, device)
+        assert config.path == "registers"
+        if rows >= 32768:
+            assert 768 <= config.programs * config.block <= 1024
+        both = Problem.backward(rows, cols, "bf16", **dbias)
+        plain = Problem.backward(rows, cols, "bf16", need_dx=False)
+        assert default_config(both, device).path == default_config(plain, device).path
+
+
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 def test_every_device_serves_every_width(dtype: str) -> None:
     for device, make in itertools.product(

@@ -107,6 +107,10 @@ def test_the_ladder_serves_every_problem(problem: Problem, device: DeviceSpec) -
     assert dweight_chain(problem, config, device) >= 1
 
 
+FP8 = {"out_dtype": "float8_e4m3fn", "scale": "dynamic"}
+DBIAS_ALONE = Problem.backward(
+    32768, 4096, "bf16", bias_dtype="bf16", need_dx=False, need_dweight=False
+)
 FEW_UNITS, OLD_CUDA = replace(GFX950, compute_units=63), replace(SM_90, arch="sm_80")
 REFUSED = [
     (WIDE, GFX950, "b2048", "64 to 1024 threads"),
@@ -165,6 +169,13 @@ REFUSED = [
     ),
     (Problem.backward(1, 769, "bf16"), GFX950, "b128-t32-v2-pp-p1", "about 278 registers a lane"),
     (Problem.forward(8, 32768, "fp16"), GFX950, "b256-pp-p2", "about 428 registers a lane"),
+    # two registers were spilled, with a static scale two or three
+    (
+        Problem.forward(8, 65536, "bf16", bias_dtype="bf16", **FP8),
+        GFX950,
+        "b1024-2p",
+        "about 132 registers a lane.* leave 128",
+    ),
     (WIDE_BACKWARD, SM_90, "b64-t8-v16-p1", "registers a lane"),
     (Problem.forward(8, 262144, "fp16"), SM_90, "b1024", "registers a lane"),
 ]
@@ -193,6 +204,7 @@ def test_refusals_carry_their_reason(
         (Problem.backward(8, 4096, "bf16"), SM_90, "b256-p2", "8 blocks are the whole grid"),
         (Problem.forward(8, 8192, "bf16"), GFX950, "b256-w4", "about 60 registers a lane leave"),
         (Problem.forward(8, 8192, "bf16"), GFX950, "b128-w2", "waves_per_eu=2 is inert"),
+        (DBIAS_ALONE, GFX950, "b256-pp-p2", "pingpong is inert: dbias alone has no barrier"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )  # fmt: skip
@@ -203,6 +215,20 @@ def test_what_is_inert_serves_and_is_not_searched(
     require_fit(problem, device, config)
     assert says in (inert_reason(problem, device, config) or "")
     assert config not in enumerate_configs(problem, device).kept
+
+
+def test_pingpong_of_dbias_alone_is_what_it_is_on_amd_and_with_a_barrier_elsewhere() -> None:
+    config = Config.parse("b256-pp-p2")
+    for device, problem in (
+        (SM_90, DBIAS_ALONE),
+        (GFX950, replace(DBIAS_ALONE, has_rstd=False)),
+        (GFX950, replace(DBIAS_ALONE, need_dx=True)),
+        (GFX950, replace(DBIAS_ALONE, need_dweight=True)),
+    ):
+        assert inert_reason(problem, device, config) is None
+        assert config in enumerate_configs(problem, device).kept
+    kept = enumerate_configs(DBIAS_ALONE, GFX950).kept
+    assert {each.path for each in kept} == {"registers", "lds", "two_pass"}
 
 
 def test_a_bound_that_may_do_something_is_searched() -> None:

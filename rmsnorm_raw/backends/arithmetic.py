@@ -12,7 +12,7 @@ from rmsnorm_raw.backends.kernel_report import KernelReport
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.dtypes import LARGEST_FP8, stored_bytes
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.space import elements
+from rmsnorm_raw.space import elements, sums_rows
 
 #: shuffles through LDS hardware, about 50 cycles each; DPP and permlane swaps do the same in VALU
 SHUFFLES = ("ds_bpermute_b32", "ds_permute_b32", "ds_swizzle_b32")
@@ -48,7 +48,7 @@ def _adds_lanes_up(problem: Problem, kernel: str) -> bool:
     if kernel == "rmsnorm_backward":
         return problem.need_dx or (problem.need_dweight and not problem.has_rstd)
     if kernel == "rmsnorm_backward_rows":
-        return problem.need_dx or not problem.has_rstd
+        return sums_rows(problem)
     return kernel not in ("rmsnorm_forward_clear", "rmsnorm_backward_columns")
 
 

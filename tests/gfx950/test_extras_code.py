@@ -27,16 +27,21 @@ from test_gate_faults import (
 )
 from whole_problems import whole_problems
 
+from rmsnorm_raw.backends.kernel_report import CU_BYTES_WANTED
+from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.backends.static_gate import gate, tensors
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import KNOWN
 from rmsnorm_raw.dtypes import fp8_dtype
+from rmsnorm_raw.launch import launches
+from rmsnorm_raw.module import build
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.space import reject_reason
+from rmsnorm_raw.source import render
+from rmsnorm_raw.space import inert_reason, lane_registers, reject_reason
 
 pytestmark = pytest.mark.gfx950
 
-OCP = "float8_e4m3fn"
+OCP, GFX950 = "float8_e4m3fn", KNOWN["gfx950"]
 
 
 def forward(cols: int, dtype: str, **more: Any) -> Problem:
@@ -70,20 +75,17 @@ PATHS = (
 )  # fmt: skip
 
 
-#: no use is made of a row's sum, and so no path has a barrier
-BIAS_ALONE = [
-    problem for cols in (4096, 1000, 65536) for problem in whole_problems(32768, cols)
-    if problem.op == "backward" and not (problem.need_dx or problem.need_dweight)
-]  # fmt: skip
-SPILLS = forward(65536, "bf16", out_dtype=OCP, scale="dynamic", bias_dtype="bf16")
 #: rows of whole chunks, with a tail, and too wide to be kept; those of one head are often the same
-LADDER = [
-    problem
-    for problem in dict.fromkeys(
+LADDER = list(
+    dict.fromkeys(
         problem for cols in (4096, 1000, 65536) for problem in whole_problems(32768, cols)
     )
-    if problem not in (*BIAS_ALONE[:2], SPILLS)
-]
+)
+#: dbias is all that is asked for
+BIAS_ALONE = [
+    problem for problem in LADDER
+    if problem.op == "backward" and not (problem.need_dx or problem.need_dweight)
+]  # fmt: skip
 
 
 def name(value: object) -> str:
@@ -130,17 +132,53 @@ def test_a_path_of_gfx942_with_extras(problem: Problem, slug: str, libraries: Pa
     passes(fitting(problem, "gfx942"), "gfx942", libraries, slug)
 
 
-def test_what_is_not_yet_right_with_extras(libraries: Path) -> None:
-    """Nobody planted it. dbias alone: as a ping-pong of dW alone. And registers that run out."""
-    for problem in BIAS_ALONE[:2]:
-        config, code = compiled(problem, "gfx950", libraries)
-        assert config.path == "pingpong"
-        faults = gate(problem, config, code)
-        assert any("loads of the youngest row" in fault for fault in faults)
-        assert all("youngest row" in it or "before the next one" in it for it in faults)
-    config, code = compiled(SPILLS, "gfx950", libraries)
-    assert config.path == "two_pass"
-    assert "2 VGPRs and 0 SGPRs are spilled" in "\n".join(gate(SPILLS, config, code))
+@pytest.mark.parametrize("bias", [None, "bf16", "fp32"])
+@pytest.mark.parametrize("scale", [{}, {"out_dtype": OCP, "scale": "static"},
+                                   {"out_dtype": OCP, "scale": "dynamic"}], ids=name)  # fmt: skip
+def test_two_passes_take_no_more_registers_than_was_foreseen(
+    bias: str | None, scale: dict[str, Any], libraries: Path
+) -> None:
+    """With a weight and a bias of 16 bits, and an 8-bit y, 1024 lanes have not enough."""
+    problem = forward(65536, "bf16", bias_dtype=bias, **scale)
+    for block in (1024, 512, 256):
+        slug = f"b{block}-2p"
+        if reject_reason(problem, GFX950, Config.parse(slug)):
+            assert (block, bias, bool(scale)) == (1024, "bf16", True)
+            continue
+        passes(problem, "gfx950", libraries, slug)
+        config, code = compiled(problem, "gfx950", libraries, slug)
+        foreseen = lane_registers(problem, config, GFX950)
+        assert code.kernels["rmsnorm_forward"].vgpr <= foreseen
+
+
+@pytest.mark.parametrize(
+    ("cols", "more"),
+    [(66560, {}), (65536, {"residual_dtype": "bf16"}), (65536, {"residual_out_dtype": "bf16"})],
+    ids=["tail", "residual", "residual_out"],
+)
+def test_two_passes_that_do_not_load_a_tile_at_once_fit_1024_lanes(
+    cols: int, more: dict[str, Any], libraries: Path
+) -> None:
+    problem = forward(cols, "bf16", bias_dtype="bf16", out_dtype=OCP, scale="dynamic", **more)
+    passes(problem, "gfx950", libraries, "b1024-2p")
+
+
+@pytest.mark.parametrize("problem", BIAS_ALONE[:2], ids=name)
+def test_dbias_alone_has_no_pingpong_for_its_waits_would_drain(
+    problem: Problem, libraries: Path
+) -> None:
+    config, code = compiled(problem, "gfx950", libraries)
+    assert config.path == "registers"
+    assert gate(problem, config, code) == []
+    binary = build(render(problem, config, GFX950), OfflineBackend("gfx950", libraries))
+    launch, _ = launches(problem, config, binary)  # and dbias's finish
+    kernel = binary.code.functions[launch.entry_point]
+    taken = kernel.launched(launch.grid, launch.block, launch.lds_bytes)
+    assert taken.cu_bytes_before_first_wait >= CU_BYTES_WANTED
+    slug = "b256-pp-p2" if problem.cols == 4096 else "b256-t64-pp-p2"
+    assert "barrier" in (inert_reason(problem, GFX950, Config.parse(slug)) or "")
+    faults = gate(problem, *compiled(problem, "gfx950", libraries, slug))
+    assert any("leaves 0 of 2 loads of the youngest row" in fault for fault in faults)
 
 
 def test_every_access_of_extras_goes_to_one_tensor(libraries: Path) -> None:
