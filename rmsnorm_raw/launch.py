@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
+from rmsnorm_raw.backends.prepared import OpenLaunch, Pointer, PreparedLaunch
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.dtypes import stored_bytes
@@ -83,37 +83,6 @@ class Launch:
     early: bool = False
 
 
-class Pointer(NamedTuple):
-    """An argument that is known once a tensor has an address."""
-
-    tensor: str
-    offset_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Template:
-    """A launch whose pointers are still open; else as :class:`Launch`."""
-
-    entry_point: str
-    grid: int
-    block: int
-    args: tuple[np.generic | Pointer, ...]
-    lds_bytes: int = 0
-    early: bool = False
-
-    def fill(self, tensors: Mapping[str, Tensor]) -> Launch:
-        """The launch on tensors at known addresses."""
-        args = (
-            np.uint64(tensors[arg.tensor].address + arg.offset_bytes)
-            if isinstance(arg, Pointer)
-            else arg
-            for arg in self.args
-        )
-        return Launch(
-            self.entry_point, self.grid, self.block, tuple(args), self.lds_bytes, self.early
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The launches of one operation, in order; empty where there is nothing to do."""
@@ -160,8 +129,15 @@ def make_plan(
         binary: the built kernels.
         tensors: by the names of :func:`tensor_bytes`; unused ones may be absent.
     """
-    open_launches = _templates(problem, config, binary, tensors)
-    return Plan(binary, tuple(template.fill(tensors) for template in open_launches))
+    addresses = [tensors.get(name, _NOWHERE).address for name in TENSORS[problem.op]]
+    opened = _open_launches(problem, config, binary, tensors)
+    return Plan(
+        binary,
+        tuple(
+            Launch(it.entry_point, it.grid, it.block, it.filled(addresses), it.lds_bytes, it.early)
+            for it in opened
+        ),
+    )
 
 
 def launches(problem: Problem, config: Config, binary: Binary) -> tuple[Launch, ...]:
@@ -182,32 +158,21 @@ def prepare(
         problem: see :func:`make_plan`, and so for config and binary.
         tensors: every one that there is, with its strides; the addresses are not read.
     """
-    backend, functions = binary.backend, binary.code.functions
-    place = TENSORS[problem.op].index
-    prepared = []
-    for template in _templates(problem, config, binary, tensors):
-        pointers = [
-            (index, place(arg.tensor), arg.offset_bytes)
-            for index, arg in enumerate(template.args)
-            if isinstance(arg, Pointer)
-        ]
-        args = [_NULL if isinstance(arg, Pointer) else arg for arg in template.args]
-        opened = OpenLaunch(
-            functions[template.entry_point], template.grid, template.block, args,
-            template.lds_bytes, pointers, template.early,
-        )  # fmt: skip
-        prepared.append(backend.prepare(opened))
-    return tuple(prepared)
+    functions = binary.code.functions
+    opened = _open_launches(problem, config, binary, tensors)
+    return tuple(binary.backend.prepare(functions[it.entry_point], it) for it in opened)
 
 
 Tensors = Mapping[str, Tensor]
-Args = tuple[np.generic | Pointer, ...]
+Arg = np.generic | Pointer
+Args = tuple[Arg, ...]
 _NULL = np.uint64(0)
+_NOWHERE = Tensor(0)
 
 
-def _templates(
+def _open_launches(
     problem: Problem, config: Config, binary: Binary, tensors: Tensors
-) -> Iterator[Template]:
+) -> Iterator[OpenLaunch]:
     """The launches on tensors of these strides."""
     if problem.rows and problem.cols:
         build = _forward if problem.op == "forward" else _backward
@@ -216,49 +181,49 @@ def _templates(
 
 def _forward(
     problem: Problem, config: Config, binary: Binary, tensors: Tensors
-) -> Iterator[Template]:
+) -> Iterator[OpenLaunch]:
     device, heads = binary.backend.device, problem.extras.heads
-    matrix = _matrices(problem, tensors)
+    at, matrix = _places(problem, tensors)
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
-    words = _at("workspace", tensors)
+    words = at("workspace")
     if count := _shared_words(problem, config, device):
         grid = -(-count // config.block)
-        yield Template("rmsnorm_forward_clear", grid, config.block, (words, np.uint64(count)))
+        yield OpenLaunch("rmsnorm_forward_clear", grid, config.block, (words, np.uint64(count)))
     parts = _row_launches(problem, config) if not config.programs else [(0, problem.tokens)]
     for first, tokens in parts:
         args: Args = (
-            *matrix("x", first), _at("weight", tensors), *matrix("y", first),
-            _at("rstd", tensors, 4 * first * heads), words,
+            *matrix("x", first), at("weight"), *matrix("y", first),
+            at("rstd", 4 * first * heads), words,
             np.int64(tokens), np.uint32(problem.cols), np.float32(problem.eps),
         )  # fmt: skip
         if problem.extras:
             row_scale = 4 * first * heads * (problem.extras.scale == "dynamic")
             args += (
-                _at("bias", tensors), *matrix("residual", first), *matrix("residual_out", first),
-                _at("scale", tensors, row_scale),
+                at("bias"), *matrix("residual", first), *matrix("residual_out", first),
+                at("scale", row_scale),
                 *_head_strides(("x", "y", "residual", "residual_out"), tensors),
             )  # fmt: skip
         grid = -(-tokens // config.rows_per_block) * config.blocks_per_row * heads
         if config.programs:
             grid = grid_programs(problem, config, device)
-        yield Template("rmsnorm_forward", grid, config.block, args, lds)
+        yield OpenLaunch("rmsnorm_forward", grid, config.block, args, lds)
 
 
 def _backward(
     problem: Problem, config: Config, binary: Binary, tensors: Tensors
-) -> Iterator[Template]:
+) -> Iterator[OpenLaunch]:
     device, more = binary.backend.device, problem.extras
     lds = lds_bytes(problem, config, device)
-    partial = _at("workspace", tensors, _row_results_bytes(problem, config))
-    bias_partial: np.generic | Pointer = _NULL
+    at, matrix = _places(problem, tensors)
+    partial = at("workspace", _row_results_bytes(problem, config))
+    bias_partial: Arg = _NULL
     if more.bias_dtype:
-        bias_partial = _at("workspace", tensors, _bias_partial_at(problem, config, device))
+        bias_partial = at("workspace", _bias_partial_at(problem, config, device))
     partials = grid_programs(problem, config, device)
     rows, cols = np.int64(problem.tokens), np.uint32(problem.cols)
-    matrix = _matrices(problem, tensors)
     dout, x, dx = matrix("dout"), matrix("x"), matrix("dx")
     dresidual_out, dresidual = matrix("dresidual_out"), matrix("dresidual")
-    weight, rstd, dweight = (_at(name, tensors) for name in ("weight", "rstd", "dweight"))
+    weight, rstd, dweight = (at(name) for name in ("weight", "rstd", "dweight"))
     if not (problem.need_dx or problem.need_dweight or more.bias_dtype):
         return
     args: Args
@@ -267,30 +232,30 @@ def _backward(
             for first, some in _row_launches(problem, config):
                 args = (
                     *matrix("dout", first), *matrix("x", first), weight,
-                    _at("rstd", tensors, 4 * first), _at("workspace", tensors, 8 * first),
+                    at("rstd", 4 * first), at("workspace", 8 * first),
                     np.int64(some), cols, np.float32(problem.eps),
                 )  # fmt: skip
                 grid = -(-some // config.rows_per_block)
                 entry = "rmsnorm_backward_rows"
-                yield Template(entry, grid, config.block, args, lds[entry])
+                yield OpenLaunch(entry, grid, config.block, args, lds[entry])
         args = (
-            *dout, *x, weight, rstd, _at("workspace", tensors), *dx, partial, rows, cols,
+            *dout, *x, weight, rstd, at("workspace"), *dx, partial, rows, cols,
             np.uint32(partials),
         )  # fmt: skip
         if more:
             args += (*dresidual_out, *dresidual, bias_partial)
         grid = column_tiles(problem, config) * partials
-        yield Template("rmsnorm_backward_columns", grid, config.block, args)
+        yield OpenLaunch("rmsnorm_backward_columns", grid, config.block, args)
     else:
-        progress = _at("workspace", tensors, _progress_at(problem, config, device))
+        progress = at("workspace", _progress_at(problem, config, device))
         args = (
-            *dout, *x, weight, rstd, *dx, partial, dweight, _at("counter", tensors),
+            *dout, *x, weight, rstd, *dx, partial, dweight, at("counter"),
             progress if config.paced else _NULL, rows, cols, np.float32(problem.eps),
         )  # fmt: skip
         if more:
             names = ("dout", "x", "dx", "dresidual_out", "dresidual")
             args += (*dresidual_out, *dresidual, bias_partial, *_head_strides(names, tensors))
-        yield Template("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
+        yield OpenLaunch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
     columns = problem.cols
     if more.per_head:  # a row of partial sums has all heads
         partials, columns = partials // more.heads, problem.cols * more.heads
@@ -298,10 +263,10 @@ def _backward(
     early = config.finish == "early"
     if problem.need_dweight and config.finish != "last_block":
         args = (partial, np.uint32(partials), np.uint32(columns), dweight)
-        yield Template("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
+        yield OpenLaunch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
     if more.bias_dtype:
-        args = (bias_partial, np.uint32(partials), np.uint32(columns), _at("dbias", tensors))
-        yield Template("rmsnorm_dbias", grid, FINISH_BLOCK, args, lds["rmsnorm_dbias"])
+        args = (bias_partial, np.uint32(partials), np.uint32(columns), at("dbias"))
+        yield OpenLaunch("rmsnorm_dbias", grid, FINISH_BLOCK, args, lds["rmsnorm_dbias"])
 
 
 def _workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:
@@ -353,25 +318,27 @@ def _row_launches(problem: Problem, config: Config) -> Iterator[tuple[int, int]]
         yield first, min(most, problem.tokens - first)
 
 
-def _matrices(
+def _places(
     problem: Problem, tensors: Tensors
-) -> Callable[..., tuple[np.generic | Pointer, np.int64]]:
-    """What gives a matrix from a token on, and its row stride; null where there is none."""
+) -> tuple[Callable[..., Arg], Callable[..., tuple[Arg, np.int64]]]:
+    """What gives a tensor's bytes from an offset on, and a matrix from a token on with its stride.
+
+    Null where there is no such tensor.
+    """
+    place = TENSORS[problem.op].index
     element_bytes = {each.name: stored_bytes(each.dtype) for each in problem.operands}
 
-    def matrix(name: str, first: int = 0) -> tuple[np.generic | Pointer, np.int64]:
+    def at(name: str, offset_bytes: int = 0) -> Arg:
+        return Pointer(place(name), offset_bytes) if name in tensors else _NULL
+
+    def matrix(name: str, first: int = 0) -> tuple[Arg, np.int64]:
         if name not in tensors or name not in element_bytes:
             return _NULL, np.int64(0)
         stride = tensors[name].row_stride
-        return Pointer(name, first * stride * element_bytes[name]), np.int64(stride)
+        return at(name, first * stride * element_bytes[name]), np.int64(stride)
 
-    return matrix
+    return at, matrix
 
 
 def _head_strides(names: Sequence[str], tensors: Tensors) -> Iterator[np.int64]:
     return (np.int64(tensors[name].head_stride if name in tensors else 0) for name in names)
-
-
-def _at(name: str, tensors: Tensors, offset_bytes: int = 0) -> np.generic | Pointer:
-    """Where a tensor's bytes from an offset on lie; null where there is no such tensor."""
-    return Pointer(name, offset_bytes) if name in tensors else _NULL

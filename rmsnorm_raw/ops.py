@@ -6,7 +6,9 @@ on the current stream of x's library. Everything is checked before anything is l
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from rmsnorm_raw.calls import Call, Chosen
 from rmsnorm_raw.config import Config
@@ -17,13 +19,12 @@ from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.ready import Ready, arch_of
 
 
-class _Forward(NamedTuple):
-    y: Any
-    rstd: Any
+@dataclass(frozen=True, eq=False, repr=False)
+class Forward:
+    """What :func:`rmsnorm_fwd` gives; it unpacks as ``y, rstd = ...``.
 
-
-class Forward(_Forward):
-    """What :func:`rmsnorm_fwd` gives; as a tuple it is (y, rstd), the others are attributes.
+    It is no tuple, for what takes tuples apart and rebuilds them, such as torch's tree_map, would
+    drop all but those two; to that it is one object.
 
     Attributes:
         y: of x's shape.
@@ -32,26 +33,22 @@ class Forward(_Forward):
         scale: float32 of x's leading shape with scale="dynamic", else None.
     """
 
+    y: Any
+    rstd: Any
     residual_out: Any = None
     scale: Any = None
 
-    def __new__(cls, y: Any, rstd: Any, residual_out: Any = None, scale: Any = None) -> Forward:
-        """Of its arrays."""
-        made = super().__new__(cls, y, rstd)
-        made.residual_out, made.scale = residual_out, scale
-        return made
+    def __iter__(self) -> Iterator[Any]:
+        """The arrays y and rstd."""
+        return iter((self.y, self.rstd))
 
     def __repr__(self) -> str:
-        return _shown(self, "residual_out", "scale")
+        return _shown(self, "y", "rstd")
 
 
-class _Backward(NamedTuple):
-    dx: Any
-    dweight: Any
-
-
-class Backward(_Backward):
-    """What :func:`rmsnorm_bwd` gives; as a tuple it is (dx, dweight), the others are attributes.
+@dataclass(frozen=True, eq=False, repr=False)
+class Backward:
+    """What :func:`rmsnorm_bwd` gives; it unpacks as ``dx, dweight = ...``, as :class:`Forward`.
 
     Attributes:
         dx: of x's shape.
@@ -62,17 +59,17 @@ class Backward(_Backward):
     None for what was not asked for.
     """
 
+    dx: Any
+    dweight: Any
     dbias: Any = None
     dresidual: Any = None
 
-    def __new__(cls, dx: Any, dweight: Any, dbias: Any = None, dresidual: Any = None) -> Backward:
-        """Of its arrays."""
-        made = super().__new__(cls, dx, dweight)
-        made.dbias, made.dresidual = dbias, dresidual
-        return made
+    def __iter__(self) -> Iterator[Any]:
+        """The arrays dx and dweight."""
+        return iter((self.dx, self.dweight))
 
     def __repr__(self) -> str:
-        return _shown(self, "dbias", "dresidual")
+        return _shown(self, "dx", "dweight")
 
 
 def rmsnorm_fwd(
@@ -292,10 +289,9 @@ def _parse(config: Config | Ready | str | None) -> Chosen:
     raise InvalidConfig(repr(config), 'pass a slug, a Config, "ladder" or None')
 
 
-def _shown(result: Any, *more: str) -> str:
-    """The name of a result's class, and its arrays in brief; of those in ``more`` what there is."""
-    names = (*result._fields, *(name for name in more if getattr(result, name) is not None))
-    shown = (f"{name}={_brief(getattr(result, name))}" for name in names)
+def _shown(result: Forward | Backward, *always: str) -> str:
+    """The name of a result's class, and its arrays in brief; None of ``always`` alone."""
+    shown = (f"{k}={_brief(v)}" for k, v in vars(result).items() if k in always or v is not None)
     return f"{type(result).__name__}({', '.join(shown)})"
 
 

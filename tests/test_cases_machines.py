@@ -155,7 +155,8 @@ def test_a_failed_launch_does_not_poison_the_next_case_24(monkeypatch: pytest.Mo
     backend = backend_on(driver)
 
     def launch(block: int) -> None:
-        backend.prepare(OpenLaunch(Kernel.kernel, 3, block, (np.int64(1),), 0, ()))(0, ())
+        opened = OpenLaunch("k", 3, block, (np.int64(1),))
+        backend.prepare(Kernel.kernel, opened)(0, ())
 
     with pytest.raises(LaunchError, match=r"3 blocks of 2048 threads.*hipErrorInvalidValue"):
         launch(2048)

@@ -262,7 +262,7 @@ def test_prepared_launches_do_what_a_plan_does(
         tensors["workspace"] = torch.full((found.workspace + 1,), torch.nan)
         for launch in found.launches:
             launch(0, [tensors[name].data_ptr() for name in TENSORS[op] if name in tensors])
-        for name, expected in want._asdict().items():
+        for name, expected in zip(vars(want), want, strict=False):
             assert torch.equal(tensors[name], expected), name
         assert tensors["counter"].item() == 0
     for cache in (layouts.forward, layouts.backward):

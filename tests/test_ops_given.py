@@ -396,7 +396,7 @@ def test_with_results_and_scratch_given_nothing_is_allocated(
     if what != "dynamic":  # whose residual has grown
         assert [bits(array).tobytes() for array in given.values()] == kept
     for made in (first, second):
-        results = {id(each) for each in (*made, *vars(made).values()) if each is not None}
+        results = {id(each) for each in vars(made).values() if each is not None}
         assert {id(array) for array in given.values()} <= results
     call()
     assert len(allocations) >= len(given), "the count counts nothing"

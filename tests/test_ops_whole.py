@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +18,8 @@ from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.ops import Backward, Forward, rmsnorm_bwd, rmsnorm_fwd
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.utils._pytree import tree_map  # noqa: E402
 
 Array = np.ndarray
 
@@ -183,17 +189,43 @@ def test_forward_and_backward_fit_together() -> None:
 # ---- results -------------------------------------------------------------------------------------
 
 
-def test_as_tuples_results_are_what_they_have_always_been() -> None:
+def test_results_unpack_as_they_always_have() -> None:
     x, weight = normal(3, 64), normal(64)
     made = rmsnorm_fwd(x, weight, residual=x)
     y, rstd = made
-    assert (y is made.y, rstd is made.rstd, len(made)) == (True, True, 2)
+    assert (y is made.y, rstd is made.rstd) == (True, True)
     back = rmsnorm_bwd(x, x, weight, need_dbias=True, residual_dtype="fp32")
     dx, dweight = back
-    assert (dx is back.dx, dweight is back.dweight, len(back)) == (True, True, 2)
-    assert Forward(1, 2) == (1, 2)
+    assert (dx is back.dx, dweight is back.dweight) == (True, True)
     assert (Forward(1, 2).residual_out, Forward(1, 2).scale) == (None, None)
     assert (Backward(1, 2).dbias, Backward(1, 2).dresidual) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (Forward(*"abcd"), ("y", "rstd", "residual_out", "scale")),
+        (Backward(*"abcd"), ("dx", "dweight", "dbias", "dresidual")),
+    ],
+    ids=["forward", "backward"],
+)
+@pytest.mark.parametrize(
+    "rebuild",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda result: pickle.loads(pickle.dumps(result)),
+        lambda result: dataclasses.replace(result),
+        lambda result: tree_map(lambda leaf: leaf, result),
+    ],
+    ids=["copy", "deepcopy", "pickle", "replace", "tree_map"],
+)
+def test_a_rebuilt_result_has_lost_nothing(
+    rebuild: Callable[[Any], Any], result: Any, names: tuple[str, ...]
+) -> None:
+    made = rebuild(result)
+    assert type(made) is type(result)
+    assert [getattr(made, name) for name in names] == [*"abcd"]
 
 
 def test_results_say_what_there_is() -> None:

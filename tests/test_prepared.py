@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 
-from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch
+from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch, Pointer
 
 ARGS = (np.uint64(0), np.int64(-3), np.uint32(7), np.float32(0.25), np.uint64(1 << 60))
 ONE_WORD = (ctypes.c_uint64, ctypes.c_int64, ctypes.c_uint32, ctypes.c_float, ctypes.c_uint64)
@@ -43,10 +43,11 @@ def test_each_thread_has_its_own_and_enters_first() -> None:
 
 
 def test_pointers_are_filled_in_and_nothing_is_kept() -> None:
-    opened = OpenLaunch("k", 1, 64, ARGS, 0, [(0, 2, 16), (4, 0, 0)])
+    args = (Pointer(2, 16), *ARGS[1:4], Pointer(0))
+    opened = OpenLaunch("k", 1, 64, args)
     for base in (1 << 40, 1 << 50):
         filled = opened.filled([base, base + 1, base + 2])
         assert [int(arg) for arg in filled[:3]] == [base + 18, -3, 7]
         assert (filled[3], int(filled[4])) == (np.float32(0.25), base)
         assert {type(filled[k]) for k in (0, 4)} == {np.uint64}
-    assert opened.args == ARGS
+    assert opened.args == args

@@ -15,7 +15,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import clone_plans
 from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.study import peer_gate
+from rmsnorm_raw.study import peer_gate, tensors
 from rmsnorm_raw.study import providers as study
 from rmsnorm_raw.study.cells import cells
 from rmsnorm_raw.study.providers import Cell, judge, providers, recorded_winner
@@ -60,9 +60,9 @@ def test_clones_exceed_the_cache_as_our_own_do(cpu64: Backend) -> None:
     gpu = SimpleNamespace(device=dataclasses.replace(cpu64.device, simulated=False))
     small, large = cell.problem, dataclasses.replace(cell.problem, rows=1 << 20, cols=4096)
     middle = dataclasses.replace(small, rows=65536)
-    counts = [dataclasses.replace(cell, problem=p, backend=gpu).clones for p in (small, large)]
+    counts = [tensors.clones(problem, gpu) for problem in (small, large)]
     assert counts == [64, 2]
-    count = dataclasses.replace(cell, problem=middle, backend=gpu).clones
+    count = tensors.clones(middle, gpu)
     cache_bytes = 3 * gpu.device.last_level_cache_bytes
     assert (count - 1) * middle.logical_bytes() <= cache_bytes < count * middle.logical_bytes()
 

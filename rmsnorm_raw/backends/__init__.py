@@ -95,7 +95,7 @@ class Backend(Protocol):
         An ``early`` one may start while the launch before it ends.
         """
 
-    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+    def prepare(self, function: Any, opened: OpenLaunch) -> PreparedLaunch:
         """A launch for many calls, by any threads, in each of which this device is current."""
 
     def allocate(self, size_bytes: int) -> tuple[int, Any]:

@@ -229,9 +229,9 @@ class CpuBackend:
                 )
             self._check_guards(function.entry_point)
 
-    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+    def prepare(self, function: Any, opened: OpenLaunch) -> PreparedLaunch:
         """See :class:`rmsnorm_raw.backends.Backend`."""
-        function, grid, block, _, lds_bytes, _, early = opened
+        _, grid, block, _, lds_bytes, early = opened
         return lambda stream, addresses: self.launch(
             function, grid, block, opened.filled(addresses), lds_bytes, stream, early
         )

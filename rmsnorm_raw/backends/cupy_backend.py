@@ -19,7 +19,7 @@ from rmsnorm_raw.backends import Code, Resources, Toolchain, nvrtc_assembly
 from rmsnorm_raw.backends.cuda_driver import launch_early
 from rmsnorm_raw.backends.driver_facts import device_spec
 from rmsnorm_raw.backends.offline import compile_offline
-from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch, PreparedLaunch
+from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch, Pointer, PreparedLaunch
 from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
 from rmsnorm_raw.source import Source
 
@@ -202,11 +202,13 @@ class CupyBackend:
         """
         current = self._runtime.getDevice() == self.index
         with contextlib.nullcontext() if current else self._current():
-            self.prepare(OpenLaunch(function, grid, block, args, lds_bytes, (), early))(stream, ())
+            opened = OpenLaunch("", grid, block, args, lds_bytes, early)
+            self.prepare(function, opened)(stream, ())
 
-    def prepare(self, opened: OpenLaunch) -> PreparedLaunch:
+    def prepare(self, function: Any, opened: OpenLaunch) -> PreparedLaunch:
         """See :class:`rmsnorm_raw.backends.Backend`; calls go to the driver, past CuPy's launch."""
-        function, grid, block, args, lds_bytes, pointers, early = opened
+        _, grid, block, args, lds_bytes, early = opened
+        pointers = [(k, *arg) for k, arg in enumerate(args) if isinstance(arg, Pointer)]
         driver, handle = self._cupy.cuda.driver, function.ptr
         own = Arguments(args, self._enter)
 

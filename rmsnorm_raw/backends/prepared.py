@@ -6,7 +6,7 @@ import array
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,33 +14,38 @@ import numpy as np
 PreparedLaunch = Callable[[int, Sequence[int]], None]
 
 
+class Pointer(NamedTuple):
+    """An argument that changes from call to call: the ``which``-th address, plus an offset."""
+
+    which: int
+    offset_bytes: int = 0
+
+
 class OpenLaunch(NamedTuple):
-    """A launch whose pointers change from call to call.
+    """A launch whose pointers are still open.
 
     Attributes:
-        function: of a backend's Code.
+        entry_point: the kernel's name in the Binary.
         grid: blocks.
         block: threads of a block.
-        args: NumPy scalars, at most 8 bytes each; those in the place of a pointer are not read.
+        args: in the kernel's order, NumPy scalars of at most 8 bytes, and Pointers.
         lds_bytes: dynamic LDS (shared memory) of a block.
-        pointers: (i, k, offset): argument i is the k-th address plus an offset in bytes.
         early: it may start while the launch before it ends.
     """
 
-    function: Any
+    entry_point: str
     grid: int
     block: int
-    args: Sequence[np.generic]
-    lds_bytes: int
-    pointers: Sequence[tuple[int, int, int]]
+    args: Sequence[np.generic | Pointer]
+    lds_bytes: int = 0
     early: bool = False
 
-    def filled(self, addresses: Sequence[int]) -> list[np.generic]:
+    def filled(self, addresses: Sequence[int]) -> tuple[np.generic, ...]:
         """The arguments of one call."""
-        args = list(self.args)
-        for index, which, offset in self.pointers:
-            args[index] = np.uint64(addresses[which] + offset)
-        return args
+        return tuple(
+            np.uint64(addresses[arg.which] + arg.offset_bytes) if isinstance(arg, Pointer) else arg
+            for arg in self.args
+        )
 
 
 class Arguments(threading.local):
@@ -50,7 +55,7 @@ class Arguments(threading.local):
     returns, but meanwhile another thread may write its pointers.
 
     Args:
-        args: NumPy scalars; little-endian, each begins its word.
+        args: NumPy scalars; little-endian, each begins its word. A Pointer's is left at 0.
         enter: called in each thread first: one that is new may have no context on the device yet.
 
     Attributes:
@@ -58,9 +63,10 @@ class Arguments(threading.local):
         table: the address of the table.
     """
 
-    def __init__(self, args: Sequence[np.generic], enter: Callable[[], object]) -> None:
+    def __init__(self, args: Sequence[np.generic | Pointer], enter: Callable[[], object]) -> None:
         enter()
-        packed = b"".join(arg.tobytes().ljust(8, b"\0") for arg in args)
+        scalars = (np.uint64(0) if isinstance(arg, Pointer) else arg for arg in args)
+        packed = b"".join(arg.tobytes().ljust(8, b"\0") for arg in scalars)
         # of the standard library's arrays: a word of ctypes' takes twice as long to write
         self.words = array.array("Q", packed)
         start, _ = self.words.buffer_info()

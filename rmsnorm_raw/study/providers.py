@@ -1,7 +1,7 @@
 """Providers: our kernel and its peers, each as calls on one cell that have passed a gate.
 
 All are held to one contract. Forward gives y (and stores rstd, where the peer can); backward gets
-x, weight, dout and rstd, gives dx and a finished dweight, and does not repeat the forward. Inputs
+x, weight, dout and rstd, gives dx and a finished dweight, and does not repeat the forward. Tensors
 are the gate's data, cloned so that no call finds them in cache, and a call leaves them as they
 were. A peer allocates its outputs through torch's allocator, as in use; the results of a clone are
 kept until its next turn, so that outputs rotate too.
@@ -31,18 +31,17 @@ from typing import Any
 import rmsnorm_raw
 from rmsnorm_raw import check, workbench
 from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.clones import clone_count, clone_plans
+from rmsnorm_raw.clones import clone_plans
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import WrongResult
-from rmsnorm_raw.launch import dense_tensor
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Op, Problem
-from rmsnorm_raw.study import peer_gate
+from rmsnorm_raw.study import peer_gate, tensors
+from rmsnorm_raw.study.tensors import Tensors
 
 OUTPUTS: dict[Op, tuple[str, ...]] = {"forward": ("y",), "backward": ("dx", "dweight")}
 
 Results = Sequence[Any]
-Inputs = dict[str, Any]  # torch tensors by name
 
 
 @dataclass(frozen=True)
@@ -62,37 +61,9 @@ class Cell:
     stream: int = 0
 
     @functools.cached_property
-    def inputs(self) -> tuple[Inputs, ...]:
-        """The peers' inputs, a clone each: the gate's data, in torch tensors."""
-        import torch
-
-        problem = self.problem
-        where = "cpu" if self.backend.device.simulated else "cuda"
-        clones = tuple(
-            {
-                each.name: torch.empty(
-                    (each.rows, each.cols) if each.is_matrix else (each.rows * each.cols,),
-                    dtype=getattr(torch, each.dtype),
-                    device=where,
-                )
-                for each in problem.inputs
-            }
-            for _ in range(self.clones)
-        )
-        first = {
-            name: dense_tensor(problem, name, tensor.data_ptr())
-            for name, tensor in clones[0].items()
-        }
-        check.write_inputs(problem, self.backend, first, seed=0, stream=self.stream)
-        for clone in clones[1:]:
-            for name, tensor in clone.items():
-                tensor.copy_(clones[0][name])
-        return clones
-
-    @property
-    def clones(self) -> int:
-        """How many: together they exceed three last-level caches."""
-        return clone_count(self.backend.device, self.problem.logical_bytes())
+    def inputs(self) -> tuple[Tensors, ...]:
+        """The peers' inputs, a clone each."""
+        return tensors.inputs(self.problem, self.backend, self.stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +166,11 @@ def _quack(cell: Cell, config: str = "analytical default") -> Contender:
     quack = importlib.import_module("quack.rmsnorm")
     eps = cell.problem.eps
 
-    def forward(t: Inputs) -> Results:
+    def forward(t: Tensors) -> Results:
         y, _, _ = quack.rmsnorm_fwd(t["x"], t["weight"], eps=eps, store_rstd=True)
         return (y,)
 
-    def backward(t: Inputs) -> Results:
+    def backward(t: Tensors) -> Results:
         dx, dweight, _, _ = quack.rmsnorm_bwd(t["x"], t["weight"], t["dout"], t["rstd"])
         return dx, dweight
 
@@ -216,13 +187,13 @@ def _quack_searched(cell: Cell, search: bool) -> Contender:
     quack = importlib.import_module("quack.rmsnorm")
     configs = importlib.import_module("quack.rmsnorm_config")
 
-    def forward(t: Inputs, run: Callable[..., None]) -> Results:
+    def forward(t: Tensors, run: Callable[..., None]) -> Results:
         y = torch.empty_like(t["x"])
         rstd = torch.empty(problem.rows, dtype=torch.float32, device=y.device)
         run(t["x"], t["weight"], y, rstd=rstd, eps=problem.eps)
         return (y,)
 
-    def backward(t: Inputs, run: Callable[..., None]) -> Results:
+    def backward(t: Tensors, run: Callable[..., None]) -> Results:
         dx = torch.empty_like(t["x"])
         programs = configs.get_sm_count(problem.cols, dx.device)
         partials = torch.empty((programs, problem.cols), dtype=torch.float32, device=dx.device)
@@ -253,14 +224,14 @@ def recorded_winner(problem: Problem) -> dict[str, Any] | None:
 def _liger(cell: Cell) -> Contender:
     liger = importlib.import_module("liger_kernel.ops.rms_norm")
 
-    def forward(t: Inputs) -> Any:
+    def forward(t: Tensors) -> Any:
         return liger.rms_norm_forward(t["x"], t["weight"], cell.problem.eps, 0.0, "llama", None)
 
     if cell.problem.op == "forward":
         return _over(cell, lambda t: forward(t)[:1], "casting_mode='llama'")
     *_, block, warps, mode = forward(cell.inputs[0])
 
-    def backward(t: Inputs) -> Any:
+    def backward(t: Tensors) -> Any:
         arrays = (t["dout"], t["x"], t["weight"], t["rstd"])
         in_place, row_mode, offset = False, None, 0.0
         return liger.rms_norm_backward(*arrays, offset, mode, block, warps, in_place, row_mode)
@@ -314,7 +285,7 @@ def _autograd(cell: Cell, function: Callable[[Any, Any], Any], config: str) -> C
 # ---- calls and their gate ------------------------------------------------------------------------
 
 
-def _over(cell: Cell, operation: Callable[[Inputs], Results], config: str) -> Contender:
+def _over(cell: Cell, operation: Callable[[Tensors], Results], config: str) -> Contender:
     operations = [functools.partial(operation, clone) for clone in cell.inputs]
     return gated(str(cell.problem), operations, functools.partial(judge, cell), config)
 

@@ -26,7 +26,8 @@ from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study.providers import Contender, Provider, gated
-from rmsnorm_raw.study.whole_cells import Tensors, WholeCell, placed
+from rmsnorm_raw.study.tensors import Tensors, placed
+from rmsnorm_raw.study.whole_cells import WholeCell
 
 #: of the gate's data of ours; one for all configs, for the reference sums of a data set are kept
 SEED = 1

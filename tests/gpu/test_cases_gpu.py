@@ -67,14 +67,21 @@ def test_more_threads_than_a_launch_may_have_case_10(gpu: Backend) -> None:
 # ---- 12: more than 2^31 elements -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elements", [1 << 31, 1 << 32])
-@pytest.mark.parametrize("make", [Problem.forward, Problem.backward])
-def test_more_than_two_to_the_31_and_32_elements_case_12(
-    make: Callable[..., Problem], elements: int, gpu: Backend
-) -> None:
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(
+            make(elements // cols + 5, cols, "bf16", weight_dtype=weight)
+            for cols, weight in ((8192, "bf16"), (8200, "fp32"))
+            for elements in (1 << 31, 1 << 32)
+            for make in (Problem.forward, Problem.backward)
+        ),
+        Problem.backward(4099, 1 << 20, "bf16"),  # over 2^32 in rows that are read twice
+    ],
+    ids=str,
+)
+def test_more_than_two_to_the_31_and_32_elements_case_12(problem: Problem, gpu: Backend) -> None:
     want_memory(gpu, 60)
-    problem = make(elements // 8200 + 5, 8200, "bf16", weight_dtype="fp32")
-    assert problem.rows * problem.cols > elements
     config = default_config(problem, gpu.device)
     verdict = verify(problem, config, build(render(problem, config, gpu.device), gpu), seed=SEED)
     assert verdict.passed, verdict.message

@@ -82,15 +82,6 @@ def test_the_largest_shape_of_the_study_is_judged_in_under_a_second(make, gpu: B
     assert first_s < 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [Problem.forward, Problem.backward])
-def test_more_than_two_to_the_31_elements_are_judged(make, gpu: Backend) -> None:  # type: ignore[no-untyped-def]
-    problem = make((1 << 18) + 5, 8200, "bf16")
-    config = default_config(problem, gpu.device)
-    verdict = verify(problem, config, build(render(problem, config, gpu.device), gpu), seed=SEED)
-    assert verdict.passed, verdict.message
-
-
 # by the dialect that the text is compiled in: the line that rounds, and one that cuts
 TRUNCATE = {
     "cuda": ("cvt.rn.bf16x2.f32", "cvt.rz.bf16x2.f32"),

@@ -96,6 +96,6 @@ def test_a_refused_launch_says_what_was_asked(rocm: Backend) -> None:
     binary = build(render(problem, config, rocm.device), rocm)
     (template,) = launch.launches(problem, config, binary)
     function = binary.code.functions[template.entry_point]
-    run = rocm.prepare(OpenLaunch(function, 1, 2048, template.args, 0, []))
+    run = rocm.prepare(function, OpenLaunch(template.entry_point, 1, 2048, template.args))
     with pytest.raises(LaunchError, match="refused a launch of 1 blocks of 2048 threads"):
         run(0, [])
