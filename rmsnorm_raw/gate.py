@@ -26,13 +26,14 @@ class Case(NamedTuple):
     """One data set of one problem: the gate's, or the exact one of :func:`gate_data`.
 
     ``given``: what the gate works out itself, backward's rstd and a static scale, is given as this
-    multiple of it.
+    multiple of it. ``zero_row``: this row of x, and of its residual, is zeros; None for none.
     """
 
     problem: Problem
     seed: int
     exact: bool
     given: float = 1.0
+    zero_row: int | None = None
 
     def operand(self, name: str) -> Operand:
         """A tensor of the problem."""
@@ -295,7 +296,10 @@ def _blocks(case: Case, name: str) -> Iterator[tuple[int, int]]:
 def _data(case: Case, name: str, first: int, last: int) -> Bits:
     """The data of some tokens."""
     (_, cols, dtype), heads = case.shape(name), case.heads(name)
-    return gate_data(name, first * heads, last * heads, cols, dtype, case.seed, exact=case.exact)
+    return gate_data(
+        name, first * heads, last * heads, cols, dtype, case.seed, exact=case.exact,
+        zero_row=case.zero_row,
+    )  # fmt: skip
 
 
 def _over(want: Wanted, scales: Floats) -> Wanted:

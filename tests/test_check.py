@@ -106,6 +106,38 @@ def test_the_exact_case_is_tried_where_fp32_rounds_nothing(
     assert not check._has_exact_case(Problem.forward(4, cols, "bf16"))
 
 
+@pytest.mark.parametrize(
+    ("problem", "row"),
+    [
+        (forward(), 1),
+        (backward(heads=4), 4),
+        (Problem.forward(3, 8, "bf16"), 1),
+        # the first row and the last say more
+        (Problem.forward(2, 8, "bf16"), None),
+        (Problem.backward(16, 8, "bf16", heads=8), None),
+        # rstd would be an infinity there, or rough where fp32 flushes
+        (Problem.forward(3, 8, "bf16", eps=0.0), None),
+        (Problem.forward(3, 8, "bf16", eps=1e-38), None),
+        (Problem.forward(3, 8, "bf16", eps=2e-38), 1),
+    ],
+    ids=str,
+)
+def test_a_row_of_zeros_is_there_where_it_can_be(
+    cpu64: Backend, problem: Problem, row: int | None
+) -> None:
+    kernel = NumpyKernel(problem, cpu64)
+    seen: list[np.ndarray] = []
+
+    def run(tensors: Tensors) -> None:
+        kernel(tensors)
+        seen.append(kernel.read("x"))
+
+    assert check._zero_row(problem) == row
+    judge(run, problem, cpu64)
+    zeros = np.flatnonzero(~seen[0].any(axis=1))
+    assert zeros.tolist() == ([] if row is None else [row])
+
+
 # ---- what is wrong fails -------------------------------------------------------------------------
 
 
@@ -485,7 +517,8 @@ def test_write_inputs_fills_what_is_there_and_leaves_gaps_alone(cpu64: Backend) 
 def test_a_given_rstd_is_exact_to_the_reference(cpu64: Backend, has_rstd: bool) -> None:
     problem = backward(has_rstd=has_rstd)
     assert judge(NumpyKernel(problem, cpu64), problem, cpu64).passed
-    rstd = check._references[HostEngine, Case(problem, SEED, False, check.GIVEN_RSTD)].terms[0]
+    case = Case(problem, SEED, False, check.GIVEN_RSTD, check._zero_row(problem))
+    rstd = check._references[HostEngine, case].terms[0]
     assert np.array_equal(rstd, rstd.astype(np.float32)) == has_rstd
 
 

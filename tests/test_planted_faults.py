@@ -134,6 +134,60 @@ def test_a_planted_fault_is_found(
     assert re.search(found, verdict.message)
 
 
+#: right on every row that holds anything but zeros
+OF_ZEROS = [
+    pytest.param(
+        Problem.forward(6, 200, "bf16", out_dtype="float8_e4m3fn", scale="dynamic"),
+        "7.888609e-31f", "0.0f", [r"y\[1, 0\] is nan", r"scale\[1, 0\] is 0.0"],
+        id="an 8-bit y's scale has no floor",
+    ),
+    pytest.param(
+        FORWARD, "reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps)",
+        "(sum[0] > 0.0f ? reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps) : 0.0f)",
+        [r"rstd\[1, 0\] is 0.0, want 1000.0"], id="rstd is 0 without a sum",
+    ),
+    pytest.param(
+        FORWARD, "reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps)",
+        "-fmaxf(-reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps), -256.0f)",
+        [r"rstd\[1, 0\] is 256.0"], id="rstd is capped below eps's part",
+    ),
+    pytest.param(
+        Problem.forward(6, 200, "bf16", bias_dtype="bf16"), "float value = in[e] * rstd;",
+        "if (in[e] == 0.0f) return 0.0f; float value = in[e] * rstd;", [r"y\[1, \d+\] is 0.0"],
+        id="no bias where xhat is 0",
+    ),
+    pytest.param(
+        Problem.forward(6, 200, "bf16", residual_dtype="bf16"), "float value = in[e] * rstd;",
+        "float value = in[e] / fabsf(in[e]) * fabsf(in[e]) * rstd;", [r"y\[1, 0\] is nan"],
+        id="xhat is 0 / 0",
+    ),
+    pytest.param(
+        BACKWARD, "- x[e] * row.rstd * row.mean", "- x[e] / x[e] * x[e] * row.rstd * row.mean",
+        [r"dx\[1, 0\] is nan"], id="dx's row term is 0 / 0",
+    ),
+    pytest.param(
+        dataclasses.replace(BACKWARD, has_rstd=False),
+        "rstd = reciprocal_sqrt(sum[1] * inverse_cols + eps);",
+        "rstd = sum[1] > 0.0f ? reciprocal_sqrt(sum[1] * inverse_cols + eps) : 0.0f;",
+        [r"dx\[1, \d+\] is 0.0"], id="dx is 0 without a sum",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "old", "new", "found"), OF_ZEROS)
+def test_a_fault_that_only_a_row_of_zeros_shows_is_found(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch, problem: Problem, old: str, new: str,
+    found: list[str],
+) -> None:  # fmt: skip
+    config, binary = built(problem, cpu64, "", old, new)
+    verdict = verify(problem, config, binary, seed=SEED)
+    assert not verdict.passed
+    for each in found:
+        assert re.search(each, verdict.message)
+    monkeypatch.setattr(check, "_zero_row", lambda problem: None)
+    assert verify(problem, config, binary, seed=SEED).passed
+
+
 def test_a_hard_coded_wave_width_is_found(cpu64: Backend, cpu32: Backend) -> None:
     fault = ("threadIdx.x / RR_WAVE", "threadIdx.x / 32")
     config, binary = built(FORWARD, cpu32, "b256-t256-v16-reg", *fault)
