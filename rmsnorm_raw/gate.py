@@ -8,6 +8,7 @@ kernels. Same data, same bounds; the tests hold one against the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -37,7 +38,7 @@ class Case(NamedTuple):
 
     def operand(self, name: str) -> Operand:
         """A tensor of the problem."""
-        return next(each for each in self.problem.operands if each.name == name)
+        return _operands(self.problem)[name]
 
     def heads(self, name: str) -> int:
         """Rows of a token: 1 of what is no matrix."""
@@ -285,6 +286,11 @@ class HostEngine:
         memory = self.backend.to_host(tensors["scale"].address, 4 * rows, self.stream)
         stored = bounds.decode(memory.view(np.uint32), "float32")[:, None]
         return np.broadcast_to(stored, (case.problem.rows, 1))
+
+
+@lru_cache(maxsize=64)  # asked for some forty times a run
+def _operands(problem: Problem) -> Mapping[str, Operand]:
+    return {each.name: each for each in problem.operands}
 
 
 def _blocks(case: Case, name: str) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+from planted import replaced
 
 from rmsnorm_raw import check
 from rmsnorm_raw.backends import Backend
@@ -186,6 +187,54 @@ def test_a_fault_that_only_a_row_of_zeros_shows_is_found(
         assert re.search(each, verdict.message)
     monkeypatch.setattr(check, "_zero_row", lambda problem: None)
     assert verify(problem, config, binary, seed=SEED).passed
+
+
+#: where y is stored, and where it and x lie
+KEPT = (
+    "store_normalised(y, (u64)(row * y_stride) + element, kept[c], w, scale);",
+    "(u64)(row * y_stride)", "(u64)(row * x_stride)",
+)  # fmt: skip
+AGAIN = ("store_normalised(y, y_row + element, again, w, scale);", "y_row", "x_row")
+#: without it a compiler need not read x again
+RESTRICT = ("void* __restrict__", "void*")
+
+
+@pytest.mark.parametrize(
+    ("slug", "store", "y_row", "x_row"),
+    [
+        ("b256-t64-v16-reg", *KEPT), ("b256-t64-v16-pp-p1", *KEPT), ("b64-v16-lds2-p1", *KEPT),
+        ("b64-t64-v16-2p", *AGAIN),
+    ],
+)  # fmt: skip
+def test_an_x_that_is_read_after_y_is_stored_is_found_in_place(
+    cpu64: Backend, slug: str, store: str, y_row: str, x_row: str
+) -> None:
+    late = (
+        f"{store} In late; x_of(late) = load_vector(x, {x_row} + element);"
+        f" store_normalised(y, {y_row} + element, late, w, scale);"
+    )
+    config = Config.parse(slug)
+    source = render(FORWARD, config, cpu64.device)
+    for pieces, passes in (((RESTRICT,), True), ((RESTRICT, (store, late)), False)):
+        binary = build(replaced(source, *pieces), cpu64)
+        verdict = verify(FORWARD, config, binary, seed=SEED)
+        assert verdict.passed == passes
+        assert verdict.worst["y"] <= 1  # it is right out of place
+    assert verdict.message.startswith("in place (y over x), and only there: y[0, ")
+
+
+def test_a_residual_that_is_read_after_residual_out_is_stored_is_found_in_place(
+    cpu64: Backend,
+) -> None:
+    problem = Problem.forward(6, 200, "bf16", residual_dtype="fp32")
+    store = "store_residual_out(residual_out, (u64)(row * residual_out_stride) + element, again);"
+    late = f"{store} RR_LOAD_RESIDUAL(again, row, element);"
+    assert verify(problem, *built(problem, cpu64, "b64-t64-v16-2p"), seed=SEED).passed
+    verdict = verify(problem, *built(problem, cpu64, "b64-t64-v16-2p", store, late), seed=SEED)
+    assert not verdict.passed
+    assert verdict.worst["y"] <= 1
+    where = "y over x and residual_out over residual"
+    assert verdict.message.startswith(f"in place ({where}), and only there: y[0, ")
 
 
 def test_a_hard_coded_wave_width_is_found(cpu64: Backend, cpu32: Backend) -> None:
