@@ -21,7 +21,7 @@ from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.extras import LEAST_SCALE, MAX_HEAD_COLS, MAX_SHARED_HEADS, number
 from rmsnorm_raw.interop import View
 from rmsnorm_raw.launch import Tensor
-from rmsnorm_raw.problem import MATRICES, OF_ROWS, Operand, Problem
+from rmsnorm_raw.problem import IN_PLACE, MATRICES, OF_ROWS, Operand, Problem
 from rmsnorm_raw.ready import SCRATCH_ALIGNMENT, Ready, alignment_bytes_of, prepare, serving
 
 #: what is left of a caller's ``config`` when its slug is parsed
@@ -250,9 +250,8 @@ class Call:
     def _require_apart(self) -> None:
         """Raise InvalidInput where what is written shares memory with another array.
 
-        In place are y over x, and residual_out over the residual: a lane reads, then writes.
+        But for :data:`.problem.IN_PLACE`.
         """
-        may = {"residual_out": "residual", "y": "x"}
         written = dict(self.targets)
         if self._workspace is not None:
             written = {"workspace": self._workspace} | written
@@ -260,7 +259,7 @@ class Call:
         for name, seen in written.items():
             argument = ARGUMENT.get(name, name)
             for other, read in others.items():
-                in_place = may.get(name) == other and _is_same(seen, read)
+                in_place = IN_PLACE.get(name) == other and _is_same(seen, read)
                 if not in_place and interop.overlap(seen, read):
                     raise InvalidInput(
                         f"{argument} overlaps {other}, which it would overwrite: pass another "

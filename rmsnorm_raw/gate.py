@@ -8,6 +8,7 @@ kernels. Same data, same bounds; the tests hold one against the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,17 +27,18 @@ class Case(NamedTuple):
     """One data set of one problem: the gate's, or the exact one of :func:`gate_data`.
 
     ``given``: what the gate works out itself, backward's rstd and a static scale, is given as this
-    multiple of it.
+    multiple of it. ``zero_row``: this row of x, and of its residual, is zeros; None for none.
     """
 
     problem: Problem
     seed: int
     exact: bool
     given: float = 1.0
+    zero_row: int | None = None
 
     def operand(self, name: str) -> Operand:
         """A tensor of the problem."""
-        return next(each for each in self.problem.operands if each.name == name)
+        return _operands(self.problem)[name]
 
     def heads(self, name: str) -> int:
         """Rows of a token: 1 of what is no matrix."""
@@ -286,6 +288,11 @@ class HostEngine:
         return np.broadcast_to(stored, (case.problem.rows, 1))
 
 
+@lru_cache(maxsize=64)  # asked for some forty times a run
+def _operands(problem: Problem) -> Mapping[str, Operand]:
+    return {each.name: each for each in problem.operands}
+
+
 def _blocks(case: Case, name: str) -> Iterator[tuple[int, int]]:
     """(first, last) tokens of a tensor, about a million elements."""
     operand = case.operand(name)
@@ -295,7 +302,10 @@ def _blocks(case: Case, name: str) -> Iterator[tuple[int, int]]:
 def _data(case: Case, name: str, first: int, last: int) -> Bits:
     """The data of some tokens."""
     (_, cols, dtype), heads = case.shape(name), case.heads(name)
-    return gate_data(name, first * heads, last * heads, cols, dtype, case.seed, exact=case.exact)
+    return gate_data(
+        name, first * heads, last * heads, cols, dtype, case.seed, exact=case.exact,
+        zero_row=case.zero_row,
+    )  # fmt: skip
 
 
 def _over(want: Wanted, scales: Floats) -> Wanted:

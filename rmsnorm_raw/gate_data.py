@@ -14,13 +14,16 @@ from rmsnorm_raw.dtypes import LARGEST_FP8
 _U64 = npt.NDArray[np.uint64]
 #: the inputs that are functions of the seed alone, in the order of the kernels' numbers
 DATA = ("x", "dout", "weight", "residual", "bias", "dresidual_out")
+#: those of which a row may be zeros
+ZEROED = ("x", "residual")
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def gate_data(
-    name: str, first: int, last: int, cols: int, dtype: str, seed: int, *, exact: bool
-) -> Bits:
+    name: str, first: int, last: int, cols: int, dtype: str, seed: int, *, exact: bool,
+    zero_row: int | None = None,
+) -> Bits:  # fmt: skip
     """Rows first to last of an input, shape (last - first, cols), as stored bits.
 
     Every element is a hash of (seed, tensor, element number): integers times powers of two, rounded
@@ -44,6 +47,7 @@ def gate_data(
         dtype: of the result.
         seed: 0 <= seed < 2**64.
         exact: the exact case instead.
+        zero_row: this row of x, and of the residual, is zeros instead.
     """
     rows: _U64 = np.arange(first, last, dtype=np.uint64)[:, None]
     columns: _U64 = np.arange(cols, dtype=np.uint64)
@@ -73,6 +77,8 @@ def gate_data(
         values = 0.5 * _bell(draws)
     else:
         values = _bell(draws) / scale
+    if zero_row is not None and name in ZEROED:
+        values[rows[:, 0] == zero_row] = 0.0
     return encode(values, dtype)
 
 

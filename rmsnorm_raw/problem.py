@@ -64,6 +64,8 @@ class Operand(NamedTuple):
 MATRICES = ("x", "dout", "y", "dx", "residual", "residual_out", "dresidual_out", "dresidual")
 #: those with a float32 a row (a static scale has one in all), which are moved one by one
 OF_ROWS = ("rstd", "scale")
+#: outputs that may be written over an input of their dtype: a lane reads, then writes
+IN_PLACE = {"y": "x", "residual_out": "residual"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)

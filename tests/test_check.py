@@ -106,6 +106,38 @@ def test_the_exact_case_is_tried_where_fp32_rounds_nothing(
     assert not check._has_exact_case(Problem.forward(4, cols, "bf16"))
 
 
+@pytest.mark.parametrize(
+    ("problem", "row"),
+    [
+        (forward(), 1),
+        (backward(heads=4), 4),
+        (Problem.forward(3, 8, "bf16"), 1),
+        # the first row and the last say more
+        (Problem.forward(2, 8, "bf16"), None),
+        (Problem.backward(16, 8, "bf16", heads=8), None),
+        # rstd would be an infinity there, or rough where fp32 flushes
+        (Problem.forward(3, 8, "bf16", eps=0.0), None),
+        (Problem.forward(3, 8, "bf16", eps=1e-38), None),
+        (Problem.forward(3, 8, "bf16", eps=2e-38), 1),
+    ],
+    ids=str,
+)
+def test_a_row_of_zeros_is_there_where_it_can_be(
+    cpu64: Backend, problem: Problem, row: int | None
+) -> None:
+    kernel = NumpyKernel(problem, cpu64)
+    seen: list[np.ndarray] = []
+
+    def run(tensors: Tensors) -> None:
+        kernel(tensors)
+        seen.append(kernel.read("x"))
+
+    assert check._zero_row(problem) == row
+    judge(run, problem, cpu64)
+    zeros = np.flatnonzero(~seen[0].any(axis=1))
+    assert zeros.tolist() == ([] if row is None else [row])
+
+
 # ---- what is wrong fails -------------------------------------------------------------------------
 
 
@@ -433,6 +465,67 @@ def test_a_store_between_the_rows_of_a_token_s_heads_fails(cpu64: Backend, name:
     assert verdict.message.startswith(f"{name}: byte 0 after row ")
 
 
+# ---- in place ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "over"),
+    [
+        (forward(), "y over x"),
+        (forward(heads=4, per_head=True, casting="llama"), "y over x"),
+        (forward(residual_dtype="bf16"), "y over x and residual_out over residual"),
+        (forward("fp16", residual_dtype="fp32"), "y over x and residual_out over residual"),
+        (forward("fp16", residual_dtype="fp16", residual_out_dtype="fp32"), "y over x"),
+        (forward(residual_dtype="bf16", residual_out_dtype=None), "y over x"),
+        (forward(residual_dtype="bf16", out_dtype=FN, scale="static"),
+         "residual_out over residual"),
+        (forward(residual_dtype="bf16", out_dtype="fp32"), "residual_out over residual"),
+        (forward(out_dtype=FN, scale="dynamic"), ""),
+        (forward(out_dtype="fp32"), ""),
+        (backward(dresidual_out_dtype="bf16", residual_dtype="fp32"), ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_kernel_that_is_wrong_in_place_alone_fails(
+    cpu64: Backend, problem: Problem, over: str
+) -> None:
+    """Wherever a call may write a result over an input, and nowhere else."""
+    main = "y" if problem.op == "forward" else "dx"
+
+    def spoil(kernel: NumpyKernel) -> None:
+        if len({tensor.address for tensor in kernel.tensors.values()}) < len(kernel.tensors):
+            kernel.put(kernel.tensors[main].address, np.full(4, 0xFF, np.uint8))
+
+    verdict = judge_with(spoil, problem, cpu64)
+    assert verdict.passed == (not over)
+    if over:
+        start = f"in place ({over}), and only there: y[0, 0] is nan, want "
+        assert verdict.message.splitlines()[0].startswith(start)
+    assert judge(NumpyKernel(problem, cpu64), problem, cpu64).passed
+
+
+def test_a_few_rows_are_run_in_place_where_all_else_is_right(cpu64: Backend) -> None:
+    problem = forward(heads=4, residual_dtype="bf16")
+    problem = dataclasses.replace(problem, rows=4 * 65)
+    runs: list[tuple[Problem, Tensors]] = []
+    kernel = NumpyKernel(problem, cpu64)
+
+    def run(some: Problem, tensors: Tensors) -> None:
+        runs.append((some, tensors))
+        kernel(tensors)
+
+    assert check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, SEED).passed
+    (whole, apart), (some, within) = runs
+    assert whole == problem
+    assert some == dataclasses.replace(problem, rows=4 * 2)
+    assert within["x"] == within["y"] == apart["y"]
+    assert within["residual"] == within["residual_out"] == apart["residual_out"]
+    runs.clear()
+    kernel.fault = "the residual is added twice"
+    assert not check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, SEED).passed
+    assert len(runs) == 1
+
+
 # ---- seeds, data and the verdict -----------------------------------------------------------------
 
 
@@ -451,11 +544,15 @@ def test_sums_are_taken_once_for_one_data_set_and_inputs_written_each_time(
     check._references.clear()
     problem = backward(cols=256)
     kernel = NumpyKernel(problem, cpu64)
+
+    def run(_: Problem, tensors: Tensors) -> None:
+        kernel(tensors)
+
     for _ in range(3):
-        assert check._judge(problem, kernel, HostEngine(cpu64), CHAINS, {}, SEED).passed
+        assert check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, SEED).passed
     assert counts == {"row_sums": 2, "write": 3 * 2 * 3}  # the gate's data and the exact case's
     for seed in range(5):
-        check._judge(problem, kernel, HostEngine(cpu64), CHAINS, {}, seed)
+        check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, seed)
     assert len(check._references) == check.REFERENCES_KEPT
 
 
@@ -485,7 +582,8 @@ def test_write_inputs_fills_what_is_there_and_leaves_gaps_alone(cpu64: Backend) 
 def test_a_given_rstd_is_exact_to_the_reference(cpu64: Backend, has_rstd: bool) -> None:
     problem = backward(has_rstd=has_rstd)
     assert judge(NumpyKernel(problem, cpu64), problem, cpu64).passed
-    rstd = check._references[HostEngine, Case(problem, SEED, False, check.GIVEN_RSTD)].terms[0]
+    case = Case(problem, SEED, False, check.GIVEN_RSTD, check._zero_row(problem))
+    rstd = check._references[HostEngine, case].terms[0]
     assert np.array_equal(rstd, rstd.astype(np.float32)) == has_rstd
 
 

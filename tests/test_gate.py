@@ -51,6 +51,7 @@ class Inputs:
 
 def cases(problem: Problem) -> Iterator[Case]:
     yield Case(problem, SEED, exact=False)
+    yield Case(problem, SEED, exact=False, zero_row=check._zero_row(problem))
     if problem.op == "backward":
         yield Case(problem, SEED, exact=True)
 
@@ -82,7 +83,7 @@ def test_both_engines_sum_alike(cpu64: Backend, problem: Problem) -> None:
             host.write(case, name, inputs.tensors[name])
         sums = host.row_sums(case, inputs.tensors)
         found = [(device.row_sums(case, inputs.tensors), sums)]
-        rstd = 1 / np.sqrt(sums[0] / COLS)
+        rstd = 1 / np.sqrt(sums[0] / COLS + problem.eps)
         take = "row_maxima" if problem.op == "forward" else "column_sums"
         more = (2.0**-22,) if problem.op == "forward" else ()
         found.append(
@@ -95,8 +96,8 @@ def test_both_engines_sum_alike(cpu64: Backend, problem: Problem) -> None:
 @pytest.mark.parametrize("problem", [*PLAIN, *WHOLE], ids=str)
 def test_the_float64_values_are_the_formulas(cpu64: Backend, problem: Problem) -> None:
     """Written once more, by token and head: sums, y, dx and what their bounds are made of."""
-    case, host = Case(problem, SEED, exact=False), HostEngine(cpu64)
-    inputs = Inputs(cpu64, case)
+    case = Case(problem, SEED, exact=False, zero_row=check._zero_row(problem))
+    inputs, host = Inputs(cpu64, case), HostEngine(cpu64)
     tensors = inputs.tensors
     check._write(host, case, tensors)
     more, shape = problem.extras, (problem.tokens, problem.extras.heads, COLS)
@@ -156,7 +157,8 @@ EXACT = [replace(problem, cols=512) for problem in (*PLAIN, *WHOLE)]
 def test_both_engines_name_the_same_worst_element(
     cpu64: Backend, problem: Problem, exact: bool
 ) -> None:
-    case, kernel = Case(problem, SEED, exact), NumpyKernel(problem, cpu64)
+    zero_row = None if exact else check._zero_row(problem)
+    case, kernel = Case(problem, SEED, exact, 1.0, zero_row), NumpyKernel(problem, cpu64)
     outputs = {each.name: each for each in problem.operands if each.is_output}
     inputs = Inputs(cpu64, case, tuple(outputs))
     tensors = inputs.tensors
@@ -228,6 +230,36 @@ def test_a_changed_input_is_found(
     bits = gate_data(name, rows - 1, rows, cols, dtype, SEED, exact=False)[0, -1] ^ 1
     place(cpu64, case, tensor, name, rows - 1, cols - 1, int(bits))
     assert engine.changed(case, name, tensor) == (rows - 1, cols - 1)
+
+
+@pytest.mark.parametrize("engine_type", [HostEngine, DeviceEngine])
+@pytest.mark.parametrize("name", ["x", "residual"])
+def test_a_change_beside_and_in_a_row_of_zeros_is_found(
+    cpu64: Backend, engine_type: type[HostEngine | DeviceEngine], name: str
+) -> None:
+    problem = Problem.forward(15, COLS, "bf16", heads=3, residual_dtype="fp32")
+    zero_row = check._zero_row(problem)
+    assert zero_row == 3
+    case = Case(problem, SEED, exact=False, zero_row=zero_row)
+    engine, inputs = engine_type(cpu64), Inputs(cpu64, case)
+    buffer = inputs.buffers[name]
+
+    def memory() -> bytes:
+        return cpu64.to_host(buffer.base, buffer.size_bytes, 0).tobytes()
+
+    engine.write(case, name, buffer.tensor)
+    written = memory()
+    assert engine.changed(case, name, buffer.tensor) is None
+    assert memory() == written  # looking leaves the zeros there
+    assert not buffer.broken(engine)
+    for row, col in ((4, 7), (3, 100)):
+        place(cpu64, case, buffer.tensor, name, row, col, 1)
+        assert engine.changed(case, name, buffer.tensor) == (min(row, 4), col)
+        engine.write(case, name, buffer.tensor)
+    # what the row would hold without the zeros is a change too
+    plain = case._replace(zero_row=None)
+    engine.write(plain, name, buffer.tensor)
+    assert engine.changed(case, name, buffer.tensor) == (3, 0)
 
 
 @pytest.mark.parametrize("engine_type", [HostEngine, DeviceEngine])

@@ -97,6 +97,17 @@ def test_the_exact_case_is_made_of_powers_of_two_and_small_integers() -> None:
     assert set(weight.flat) == {0.5, 1.0, 2.0}
 
 
+@pytest.mark.parametrize("name", DATA)
+def test_a_row_of_zeros_is_x_s_and_its_residual_s(name: str) -> None:
+    full, zeroed = (
+        gate_data(name, 3, 9, 100, "bfloat16", SEED, exact=False, zero_row=row) for row in (None, 5)
+    )
+    assert full.all()
+    if name in ("x", "residual"):
+        full[2] = 0
+    np.testing.assert_array_equal(zeroed, full)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", DATA)
 def test_every_dtype_rounds_the_same_numbers(dtype: str, name: str) -> None:

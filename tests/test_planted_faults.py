@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 import pytest
+from planted import replaced
 
 from rmsnorm_raw import check
 from rmsnorm_raw.backends import Backend
@@ -132,6 +133,108 @@ def test_a_planted_fault_is_found(
     verdict = verify(problem, config, binary, seed=SEED)
     assert not verdict.passed
     assert re.search(found, verdict.message)
+
+
+#: right on every row that holds anything but zeros
+OF_ZEROS = [
+    pytest.param(
+        Problem.forward(6, 200, "bf16", out_dtype="float8_e4m3fn", scale="dynamic"),
+        "7.888609e-31f", "0.0f", [r"y\[1, 0\] is nan", r"scale\[1, 0\] is 0.0"],
+        id="an 8-bit y's scale has no floor",
+    ),
+    pytest.param(
+        FORWARD, "reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps)",
+        "(sum[0] > 0.0f ? reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps) : 0.0f)",
+        [r"rstd\[1, 0\] is 0.0, want 1000.0"], id="rstd is 0 without a sum",
+    ),
+    pytest.param(
+        FORWARD, "reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps)",
+        "-fmaxf(-reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps), -256.0f)",
+        [r"rstd\[1, 0\] is 256.0"], id="rstd is capped below eps's part",
+    ),
+    pytest.param(
+        Problem.forward(6, 200, "bf16", bias_dtype="bf16"), "float value = in[e] * rstd;",
+        "if (in[e] == 0.0f) return 0.0f; float value = in[e] * rstd;", [r"y\[1, \d+\] is 0.0"],
+        id="no bias where xhat is 0",
+    ),
+    pytest.param(
+        Problem.forward(6, 200, "bf16", residual_dtype="bf16"), "float value = in[e] * rstd;",
+        "float value = in[e] / fabsf(in[e]) * fabsf(in[e]) * rstd;", [r"y\[1, 0\] is nan"],
+        id="xhat is 0 / 0",
+    ),
+    pytest.param(
+        BACKWARD, "- x[e] * row.rstd * row.mean", "- x[e] / x[e] * x[e] * row.rstd * row.mean",
+        [r"dx\[1, 0\] is nan"], id="dx's row term is 0 / 0",
+    ),
+    pytest.param(
+        dataclasses.replace(BACKWARD, has_rstd=False),
+        "rstd = reciprocal_sqrt(sum[1] * inverse_cols + eps);",
+        "rstd = sum[1] > 0.0f ? reciprocal_sqrt(sum[1] * inverse_cols + eps) : 0.0f;",
+        [r"dx\[1, \d+\] is 0.0"], id="dx is 0 without a sum",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "old", "new", "found"), OF_ZEROS)
+def test_a_fault_that_only_a_row_of_zeros_shows_is_found(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch, problem: Problem, old: str, new: str,
+    found: list[str],
+) -> None:  # fmt: skip
+    config, binary = built(problem, cpu64, "", old, new)
+    verdict = verify(problem, config, binary, seed=SEED)
+    assert not verdict.passed
+    for each in found:
+        assert re.search(each, verdict.message)
+    monkeypatch.setattr(check, "_zero_row", lambda problem: None)
+    assert verify(problem, config, binary, seed=SEED).passed
+
+
+#: where y is stored, and where it and x lie
+KEPT = (
+    "store_normalised(y, (u64)(row * y_stride) + element, kept[c], w, scale);",
+    "(u64)(row * y_stride)", "(u64)(row * x_stride)",
+)  # fmt: skip
+AGAIN = ("store_normalised(y, y_row + element, again, w, scale);", "y_row", "x_row")
+#: without it a compiler need not read x again
+RESTRICT = ("void* __restrict__", "void*")
+
+
+@pytest.mark.parametrize(
+    ("slug", "store", "y_row", "x_row"),
+    [
+        ("b256-t64-v16-reg", *KEPT), ("b256-t64-v16-pp-p1", *KEPT), ("b64-v16-lds2-p1", *KEPT),
+        ("b64-t64-v16-2p", *AGAIN),
+    ],
+)  # fmt: skip
+def test_an_x_that_is_read_after_y_is_stored_is_found_in_place(
+    cpu64: Backend, slug: str, store: str, y_row: str, x_row: str
+) -> None:
+    late = (
+        f"{store} In late; x_of(late) = load_vector(x, {x_row} + element);"
+        f" store_normalised(y, {y_row} + element, late, w, scale);"
+    )
+    config = Config.parse(slug)
+    source = render(FORWARD, config, cpu64.device)
+    for pieces, passes in (((RESTRICT,), True), ((RESTRICT, (store, late)), False)):
+        binary = build(replaced(source, *pieces), cpu64)
+        verdict = verify(FORWARD, config, binary, seed=SEED)
+        assert verdict.passed == passes
+        assert verdict.worst["y"] <= 1  # it is right out of place
+    assert verdict.message.startswith("in place (y over x), and only there: y[0, ")
+
+
+def test_a_residual_that_is_read_after_residual_out_is_stored_is_found_in_place(
+    cpu64: Backend,
+) -> None:
+    problem = Problem.forward(6, 200, "bf16", residual_dtype="fp32")
+    store = "store_residual_out(residual_out, (u64)(row * residual_out_stride) + element, again);"
+    late = f"{store} RR_LOAD_RESIDUAL(again, row, element);"
+    assert verify(problem, *built(problem, cpu64, "b64-t64-v16-2p"), seed=SEED).passed
+    verdict = verify(problem, *built(problem, cpu64, "b64-t64-v16-2p", store, late), seed=SEED)
+    assert not verdict.passed
+    assert verdict.worst["y"] <= 1
+    where = "y over x and residual_out over residual"
+    assert verdict.message.startswith(f"in place ({where}), and only there: y[0, ")
 
 
 def test_a_hard_coded_wave_width_is_found(cpu64: Backend, cpu32: Backend) -> None:

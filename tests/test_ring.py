@@ -164,7 +164,7 @@ FAULTS = {
     ),
     "bulk: a refill before the row's barrier": Fault(
         *BULK, {REFILL_LATE: "", REFILL_EARLY: "    ring.wait();\n" + REFILL_LATE},
-        {"issue": r"divergent wave operation|deadlock", "wait": "divergent wave operation"},
+        dict.fromkeys(("issue", "wait"), r"divergent wave operation|deadlock"),
     ),
     "bulk, read again: a refill before the row's barrier": Fault(
         *BULK_AGAIN, {REFILL_LATE: "", REFILL_EARLY: "    ring.wait();\n" + REFILL_LATE},
