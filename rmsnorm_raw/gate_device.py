@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rmsnorm_raw.backends import Backend
-from rmsnorm_raw.bounds import SIGNIFICAND_BITS, Bits, Floats, Worst
+from rmsnorm_raw.bounds import SIGNIFICAND_BITS, Floats, Worst
 from rmsnorm_raw.gate import Case
-from rmsnorm_raw.gate_data import DATA, ZEROED, gate_data
+from rmsnorm_raw.gate_data import DATA, ZEROED
 from rmsnorm_raw.kernels import reference as kernels
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.module import build
@@ -45,22 +45,11 @@ class DeviceEngine:
         """See :class:`Engine`."""
         rows, args = self._datum_args(case, name, tensor)
         self._launch("reference_write", min(rows, self.ROW_BLOCKS), *args)
-        if zeros := _zero_row(case, name, tensor):
-            self.backend.fill(zeros.address, 0, zeros.size_bytes, self.stream)
 
     def changed(self, case: Case, name: str, tensor: Tensor) -> tuple[int, int] | None:
         """See :class:`Engine`."""
         rows, args = self._datum_args(case, name, tensor)
-        zeros = _zero_row(case, name, tensor)
-        if zeros:
-            at = self.broken(zeros.address, 1, zeros.size_bytes, zeros.size_bytes, 0)
-            if at:
-                return zeros.row, at[1] // zeros.datum.itemsize
-            # the kernel knows the row's data alone, so they are there for as long as it looks
-            self.backend.from_host(zeros.address, zeros.datum, self.stream)
         worst = self._findings("reference_changed", rows, *args)
-        if zeros:
-            self.backend.fill(zeros.address, 0, zeros.size_bytes, self.stream)
         return (worst.row, worst.col) if worst.ratio else None
 
     def row_sums(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
@@ -147,10 +136,11 @@ class DeviceEngine:
         self, case: Case, name: str, tensor: Tensor
     ) -> tuple[int, tuple[np.generic, ...]]:
         rows, cols, _ = case.shape(name)
+        zero_row = -1 if case.zero_row is None or name not in ZEROED else case.zero_row
         return rows, (
             *_matrix(case, {name: tensor}, name), np.int64(rows), np.int64(cols),
             np.int64(case.heads(name)), np.int32(DATA.index(name)), np.int32(case.exact),
-            np.uint64(case.seed),
+            np.uint64(case.seed), np.int64(zero_row),
         )  # fmt: skip
 
     def _launch(self, name: str, blocks: int, *args: np.generic) -> None:
@@ -207,26 +197,6 @@ class _Memory(NamedTuple):
     address: np.uint64
     size_bytes: int
     owner: Any
-
-
-class _ZeroRow(NamedTuple):
-    """The row of a matrix that is zeros."""
-
-    row: int
-    address: int
-    size_bytes: int
-    datum: Bits  # what :func:`gate_data` has in its place
-
-
-def _zero_row(case: Case, name: str, tensor: Tensor) -> _ZeroRow | None:
-    """None where there is no such row."""
-    if case.zero_row is None or name not in ZEROED:
-        return None
-    row, (_, cols, dtype) = case.zero_row, case.shape(name)
-    token, head = divmod(row, case.heads(name))
-    datum = gate_data(name, row, row + 1, cols, dtype, case.seed, exact=case.exact)
-    at = token * tensor.row_stride + head * tensor.head_stride
-    return _ZeroRow(row, tensor.address + at * datum.itemsize, datum.nbytes, datum)
 
 
 def _address(tensors: Mapping[str, Tensor], name: str) -> np.uint64:

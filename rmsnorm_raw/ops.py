@@ -42,6 +42,10 @@ class Forward:
         """The arrays y and rstd."""
         return iter((self.y, self.rstd))
 
+    def __getitem__(self, index: int) -> Any:
+        """One of those two."""
+        return (self.y, self.rstd)[index]
+
     def __repr__(self) -> str:
         return _shown(self, "y", "rstd")
 
@@ -67,6 +71,10 @@ class Backward:
     def __iter__(self) -> Iterator[Any]:
         """The arrays dx and dweight."""
         return iter((self.dx, self.dweight))
+
+    def __getitem__(self, index: int) -> Any:
+        """One of those two."""
+        return (self.dx, self.dweight)[index]
 
     def __repr__(self) -> str:
         return _shown(self, "dx", "dweight")

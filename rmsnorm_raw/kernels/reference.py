@@ -138,7 +138,9 @@ REF_FN int bell(u64 r) {
   const u64 total = (r & 0xffff) + (r >> 16 & 0xffff) + (r >> 32 & 0xffff) + (r >> 48);
   return 2 * (int)total - 262139;
 }
-REF_FN u32 datum(int tensor, int exact, u64 seed, i64 row, i64 col, i64 cols, int p) {
+REF_FN u32 datum(
+    int tensor, int exact, u64 seed, i64 zero_row, i64 row, i64 col, i64 cols, int p) {
+  if (row == zero_row) return 0;  // +0.0 in every format
   const u64 element = (u64)(row * cols + col), r = draw(seed, tensor, element);
   const int scale = (int)(row * 5 % 13) - 6;  // of the row, a power of two
   const double integer = (double)((int)((r >> 32) % 17) - 8);
@@ -220,9 +222,9 @@ REF_FN void judge(
 
 REF_KERNEL reference_write(
     void* data, i64 data_stride, i64 data_head_stride, int p, i64 rows, i64 cols, i64 heads,
-    int tensor, int exact, u64 seed) {
+    int tensor, int exact, u64 seed, i64 zero_row) {
   EACH_ELEMENT(row, rows, col, cols) {
-    const u32 bits = datum(tensor, exact, seed, row, col, cols, p);
+    const u32 bits = datum(tensor, exact, seed, zero_row, row, col, cols, p);
     const i64 at = PLACE(data, row, col);
     if (p == 24) {
       ((u32*)data)[at] = bits;
@@ -234,11 +236,12 @@ REF_KERNEL reference_write(
 
 // Leaves a record of an element that is no longer what reference_write wrote, as bits.
 REF_KERNEL reference_changed(
-    MATRIX(data), i64 rows, i64 cols, i64 heads, int tensor, int exact, u64 seed, double* records) {
+    MATRIX(data), i64 rows, i64 cols, i64 heads, int tensor, int exact, u64 seed, i64 zero_row,
+    double* records) {
   Worst worst = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
   EACH_ELEMENT(row, rows, col, cols) {
     const u32 got = load_bits(data, PLACE(data, row, col), data_p);
-    const u32 want = datum(tensor, exact, seed, row, col, cols, data_p);
+    const u32 want = datum(tensor, exact, seed, zero_row, row, col, cols, data_p);
     if (got != want) keep_worse(worst, infinity(), row, col, got, want, 0.0);
   }
   leave(worst, records);
