@@ -98,12 +98,10 @@ class Session:
     def run(self, benchmark: Any, problem: Problem, provider: Provider) -> None:
         """Gate a provider on a cell, time it and write its row, whatever comes of it."""
         cell = self.cell(problem)
-        row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(
-            problem, cell.config, self.backend.device
-        )
+        row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(problem, self.backend.device)
         row |= {"provider": provider.name, "path": "ladder" if provider.name == bars.OURS else ""}
         row |= {"version": provider.version, "module": provider.module}
-        row |= {"rows_run": str(cell.problem.rows), "config": ""}
+        row |= {"rows_run": str(cell.problem.rows)}
         try:
             row |= self._timed(benchmark, cell, provider)
         except Exception as error:

@@ -33,7 +33,7 @@ from rmsnorm_raw.measure import Limits, Samples
 from rmsnorm_raw.space import enumerate_configs, reject_reason
 from rmsnorm_raw.study import rooflines, sweep
 from rmsnorm_raw.study.folder import Row
-from rmsnorm_raw.study.providers import Contender, current_stream
+from rmsnorm_raw.study.providers import OURS, Contender, current_stream
 from rmsnorm_raw.study.whole_cells import WholeCell, whole_cells
 from rmsnorm_raw.study.whole_providers import of_config, whole_providers
 
@@ -89,7 +89,7 @@ def rows_of(plan: WholeCell, opening: Roofline | None, peers: bool = True) -> li
     rows: list[Row] = []
     timed: list[tuple[Row, Contender]] = []
     for provider in whole_providers(cell.problem):
-        if provider.missing() or not (peers or provider.name == "ours"):
+        if provider.missing() or not (peers or provider.name == OURS):
             continue
         row = dict.fromkeys(COLUMNS, "") | {
             "cell": cell.name, "problem": str(cell.problem), "provider": provider.name,
@@ -128,7 +128,7 @@ def findings(rows: Sequence[Row]) -> list[tuple[str, bool]]:
         cells: dict[str, dict[str, Row]] = {}
         for row in rows:
             name = row["cell"]
-            if name.rpartition("-")[0] == bar.kind and row["provider"] in ("ours", *bar.others):
+            if name.rpartition("-")[0] == bar.kind and row["provider"] in (OURS, *bar.others):
                 cells.setdefault(name, {})[row["provider"]] = row
         there = [name for name in bar.others if any(name in each for each in cells.values())]
         what = f"{bar.kind}, {' or '.join(there or bar.others)} / ours"
@@ -145,7 +145,7 @@ def findings(rows: Sequence[Row]) -> list[tuple[str, bool]]:
             found.append((f"{what}: {why}, so there is no figure", True))
         else:
             ratios = {
-                cell: min(_us(each[name]) for name in there) / _us(each["ours"])
+                cell: min(_us(each[name]) for name in there) / _us(each[OURS])
                 for cell, each in cells.items()
             }
             line, holds = _held(bar, ratios)
@@ -167,7 +167,7 @@ def _us(row: Row) -> float:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """A line a row; the ratio is to ours in the cell."""
-    ours = {row["cell"]: _us(row) for row in rows if row["provider"] == "ours"}
+    ours = {row["cell"]: _us(row) for row in rows if row["provider"] == OURS}
     yield (
         f"{'cell':32} {'provider':9} {'us':>9} {'low':>9} {'high':>9} {'GB/s':>7} {'% match':>7} "
         f"{'/ ours':>6}  config"
