@@ -27,7 +27,7 @@ from clock import Clock, Rounds
 from terminal_table import cell_id, table
 
 from rmsnorm_raw import bandwidth, environment, measure, workbench
-from rmsnorm_raw.ahead import EVICTED_CACHES, calls_a_sample, means
+from rmsnorm_raw.ahead import calls_a_sample, copy_bytes, means
 from rmsnorm_raw.backends import get_backend
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
@@ -134,10 +134,8 @@ class Session:
             calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
         )
         # one copy more than the timer wanted: here pytest-benchmark's own work is host time too
-        one_copy = EVICTED_CACHES * self.backend.device.last_level_cache_bytes
-        rounds = Rounds(
-            self.clock, calls, 0 if self.simulated else warm.evicted_bytes // one_copy + 1
-        )
+        more = warm.evicted_bytes // copy_bytes(self.backend.device) + 1
+        rounds = Rounds(self.clock, calls, 0 if self.simulated else more)
         together = 1 if self.simulated else calls_a_sample(warm.median_us)
         count = MIN_SAMPLES if self.simulated else ROUNDS * together
         benchmark.pedantic(rounds.run, setup=rounds.setup, rounds=count)

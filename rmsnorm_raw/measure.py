@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from rmsnorm_raw import check, stats
-from rmsnorm_raw.ahead import TURNS, QueueAhead, calls_a_sample, means
+from rmsnorm_raw.ahead import TURNS, QueueAhead, calls_a_sample, lengthened, means
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import ROTATED_CACHES, clone_plans
 from rmsnorm_raw.config import Config
@@ -156,7 +156,7 @@ def time_interleaved(
     max_samples: int = 1000,
     warmup_s: float = 0.025,
 ) -> list[Samples]:
-    """Device time of several operations, batch about, so that clocks and heat drift for all alike.
+    """Device time of several operations, batches by turns: clocks and heat drift for all alike.
 
     Every call runs once untimed (module load, run-time compilation, first touch); then each
     contender is sampled untimed until the device was busy with it for ``warmup_s``, since a fixed
@@ -290,25 +290,22 @@ class _Track:
         return shots
 
     def _keep_ahead(self, shots: list[_Shot]) -> None:
-        """Lengthens the queue-ahead to twice the host's time where most samples were late."""
-        late = [shot for shot in shots if shot.late_us > 0]
-        if 2 * len(late) <= len(shots):
-            return
-        host_us = stats.percentile([shot.host_us for shot in late], 50)
-        copy_us = stats.percentile([shot.ahead_us for shot in late], 50) / self._copies
-        if 2 * host_us > MAX_AHEAD_US:
-            if self._batch > 1:
-                # a call of many launches: those of a batch may fill the channel, and then the host
-                # waits for the device through no fault of the call
-                self._batch = self._copies = 1
-                return
+        """Lengthens the queue-ahead where most samples were late."""
+        times_us = [(shot.host_us, shot.ahead_us) for shot in shots]
+        copies, host_us = lengthened(self._copies, times_us)
+        if 2 * host_us <= MAX_AHEAD_US:
+            self._copies = copies
+        elif self._batch > 1:
+            # a call of many launches: those of a batch may fill the channel, and then the host
+            # waits for the device through no fault of the call
+            self._batch = self._copies = 1
+        else:
             what = "a call" if self._train == 1 else f"a train of {self._train} calls"
             raise Unmeasurable(
                 f"the host takes {host_us:.0f} us to enqueue {what}, over the limit of "
                 f"{MAX_AHEAD_US / 2:.0f} us: most likely the call waits for the device. Take the "
                 "synchronisation out of it, or time replays of a graph of it"
             )
-        self._copies = max(self._copies + 1, math.ceil(2 * host_us / copy_us))
 
 
 def _why_stop(track: _Track, budget_s: float, goal_pct: float, max_samples: int) -> str:
