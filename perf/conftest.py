@@ -345,13 +345,10 @@ def pytest_benchmark_update_machine_info(
 ) -> None:
     """What two runs of one machine share: pytest-benchmark warns where it differs."""
     backend, facts = session_of(config).backend, environment.collect()
-    gpus = facts["nvidia_gpus"]
-    if isinstance(gpus, list):
-        gpus = [f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in gpus]
     machine_info["rmsnorm_raw"] = {
         "backend": backend.name,
         "device": asdict(backend.device),
-        "nvidia_gpus": gpus,
+        "nvidia_gpus": environment.drivers(facts["nvidia_gpus"]),
         "amd_gpus": facts["amd_gpus"],
         "toolchain": backend.toolchain._asdict(),
         **{name: facts[name] for name in ("packages", "compilers", "rocm_version")},

@@ -104,11 +104,34 @@ def rows_of(plan: WholeCell, opening: Roofline | None, peers: bool = True) -> li
     taken = calls and measure.time_interleaved(calls, cell.backend, stream=cell.stream, **LIMITS)
     for (row, contender), samples in zip(timed, taken, strict=True):
         found = sweep.time_columns(cell.problem, contender.verdict, samples, opening)
-        row |= {name: found.get(name, "") for name in COLUMNS if name in found}
+        row |= {name: found[name] for name in COLUMNS if name in found}
         row["config"] = contender.config
     if opening is not None and cell.kind.startswith("fp8"):
         rows.append(_probe_row(cell, opening))
     return rows
+
+
+def measure_all(
+    cells: Sequence[WholeCell], opening: Roofline, out: Path, *, peers: bool
+) -> list[Row]:
+    """The rows of all cells, printed and written cell by cell."""
+    rows: list[Row] = []
+    with (out / "operator.csv").open("w", newline="") as file:
+        written = csv.DictWriter(file, COLUMNS)
+        written.writeheader()
+        for cell in cells:
+            found = rows_of(cell, opening, peers)
+            rows += found
+            written.writerows(found)
+            file.flush()
+            print("\n".join([*table(found)][1:]), flush=True)
+    return rows
+
+
+def missing(cells: Sequence[WholeCell]) -> list[str]:
+    """Whom of the peers to install."""
+    reasons = (it.missing() for cell in cells for it in whole_providers(cell.problem))
+    return sorted({reason for reason in reasons if reason})
 
 
 def _probe_row(cell: WholeCell, opening: Roofline) -> Row:
@@ -320,34 +343,19 @@ def main() -> int:
     sweep.build_all(ladders, backend)
     opening = bandwidth.roofline(backend, stream=stream)
     print(opening, flush=True)
-    rows: list[Row] = []
-    with (out / "operator.csv").open("w", newline="") as file:
-        written = csv.DictWriter(file, COLUMNS)
-        written.writeheader()
-        for cell in cells:
-            found = rows_of(cell, opening, peers=not args.no_peers)
-            rows += found
-            written.writerows(found)
-            file.flush()
-            print("\n".join([*table(found)][1:]), flush=True)
+    rows = measure_all(cells, opening, out, peers=not args.no_peers)
     closing = bandwidth.remeasure(opening, backend, stream=stream)
-    held = findings(rows)
-    absent = {
-        reason
-        for cell in cells
-        for provider in whole_providers(cell.problem)
-        if (reason := provider.missing())
-    }
+    held, absent = findings(rows), missing(cells)
     facts = {
         "command": " ".join(["python -m perf.whole_operator", *environment.command(sys.argv[1:])]),
         "roofline_opening": rooflines.roofline_facts(opening),
         **rooflines.closing_facts(opening, closing),
-        "missing": sorted(absent),
+        "missing": absent,
         "wall_s": perf_counter() - began,
         "bars": [line for line, _ in held],
     }
     drift = f"drift {facts['drift_pct']:.3f} %{', suspect' * bool(facts['suspect'])}"
-    lines = [str(opening), *table(rows), drift, *sorted(absent), *(line for line, _ in held)]
+    lines = [str(opening), *table(rows), drift, *absent, *(line for line, _ in held)]
     (out / "operator.txt").write_text("\n".join((*lines, "")), encoding="utf-8")
     environment.write(out / "environment.json", facts)
     print("\n".join(lines[-len(held) - len(absent) - 1 :]), flush=True)

@@ -58,20 +58,20 @@ def copy_bytes(device: DeviceSpec) -> int:
     return 2 * device.last_level_cache_bytes
 
 
-def lengthened(copies: int, samples: Sequence[tuple[float, float]]) -> tuple[int, float]:
-    """How many copies to enqueue ahead from now on, in place of so many.
+def lengthened(copies: int, shots: Sequence[tuple[float, float]]) -> tuple[int, float]:
+    """How many copies to enqueue ahead from now on, after some shots with so many.
 
-    As many, unless the host was late in most of some samples: then enough for twice its time.
+    As many again, unless the host was late in most shots: then enough for twice its time.
 
     Args:
-        copies: ahead of each sample.
-        samples: of each, microseconds of the host, and of the copies.
+        copies: ahead of each shot.
+        shots: microseconds of the host, and of the copies, in each.
 
     Returns:
-        The copies, and the host's median time in the late samples; 0 where there is nothing to do.
+        The copies, and the host's median time in the late shots; 0 where they stay as many.
     """
-    late = [(host_us, ahead_us) for host_us, ahead_us in samples if host_us > ahead_us]
-    if 2 * len(late) <= len(samples):
+    late = [(host_us, ahead_us) for host_us, ahead_us in shots if host_us > ahead_us]
+    if 2 * len(late) <= len(shots):
         return copies, 0.0
     host_us, ahead_us = (stats.percentile(times_us, 50) for times_us in zip(*late, strict=True))
     return max(copies + 1, math.ceil(2 * host_us * copies / ahead_us)), host_us

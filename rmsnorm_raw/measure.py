@@ -1,7 +1,7 @@
 """The timer: device time of a call, free of host time and of a warm cache -> Samples.
 
 What the REPL, the command line and the probes time is timed here, and the suites keep its rules on
-a clock of pytest-benchmark's (``perf/clock.py``). A sample is an event, the queue-ahead (copies of
+a clock of pytest-benchmark's (``perf/clock.py``). A shot is an event, the queue-ahead (copies of
 twice the last-level cache), an event, the call, an event; the host enqueues all of it without
 waiting. The middle event cannot fire before the queue-ahead is done. So if the host was done by
 then, the device never waited for it between the last two events:
@@ -9,12 +9,12 @@ then, the device never waited for it between the last two events:
     host time from before the first event to after the last <= device time between the first two
 
 The left side starts before the first event, not after the copy: on an idle device that event fires
-at once, and the cost of enqueueing the copy would pass for device work. A sample that fails is
-discarded and counted; where most of a batch fails, the queue-ahead is lengthened.
+at once, and the cost of enqueueing the copy would pass for device work. A shot that fails is
+discarded and counted; where most of a batch fail, the queue-ahead is lengthened.
 
-``cold``: the queue-ahead evicts the cache too; a sample is one call, or the mean of four that are
-short, for launches take turns (:mod:`rmsnorm_raw.ahead`). ``steady``: a train of calls a sample,
-over clones that together are larger than the cache.
+``cold``: the queue-ahead evicts the cache too; a sample is one shot, or the mean of four if calls
+are short, for launches take turns (:mod:`rmsnorm_raw.ahead`). ``steady``: a sample is one shot of a
+train of calls, over clones that together are larger than the cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Call = Callable[[], object]
 #: raise it when a time would come out otherwise than it did: times of two protocols say nothing of
 #: each other, and tuned records of an older one are not served
 TIMING_PROTOCOL = 2
-#: samples between two synchronisations: they keep the device busy, and their launches fit the 1024
+#: shots between two synchronisations: they keep the device busy, and their launches fit the 1024
 #: entries of a CUDA channel
 BATCH = 12
 #: calls of a steady sample, at least
@@ -209,7 +209,7 @@ def time_interleaved(
 
 
 class _Shot(NamedTuple):
-    """What the events and the host's clock say of one sample."""
+    """What the events and the host's clock say of one shot."""
 
     ahead_us: float  # device time of the queue-ahead
     timed_us: float  # device time of the timed calls, all together
@@ -290,7 +290,7 @@ class _Track:
         return shots
 
     def _keep_ahead(self, shots: list[_Shot]) -> None:
-        """Lengthens the queue-ahead where most samples were late."""
+        """Lengthens the queue-ahead where most shots were late."""
         times_us = [(shot.host_us, shot.ahead_us) for shot in shots]
         copies, host_us = lengthened(self._copies, times_us)
         if 2 * host_us <= MAX_AHEAD_US:

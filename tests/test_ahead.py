@@ -7,7 +7,7 @@ from rmsnorm_raw.ahead import TURNS, QueueAhead, copy_bytes, lengthened, means
 
 
 @pytest.mark.parametrize(
-    ("samples", "copies"),
+    ("shots", "copies"),
     [
         ([(50.0, 60.0)] * 6, 2),  # the host was never late
         ([(500.0, 60.0)] * 3 + [(50.0, 60.0)] * 3, 2),  # in half of them: not in most
@@ -17,9 +17,9 @@ from rmsnorm_raw.ahead import TURNS, QueueAhead, copy_bytes, lengthened, means
     ],
 )
 def test_a_host_that_is_mostly_late_gets_copies_for_twice_its_time(
-    samples: list[tuple[float, float]], copies: int
+    shots: list[tuple[float, float]], copies: int
 ) -> None:
-    found, host_us = lengthened(2, samples)
+    found, host_us = lengthened(2, shots)
     assert found == copies
     assert (host_us > 0) is (copies > 2)
 
