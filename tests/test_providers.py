@@ -18,7 +18,7 @@ from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study import peer_gate, tensors
 from rmsnorm_raw.study import providers as study
 from rmsnorm_raw.study.cells import cells
-from rmsnorm_raw.study.providers import Cell, judge, providers, recorded_winner
+from rmsnorm_raw.study.providers import Cell, providers, recorded_winner
 
 torch = pytest.importorskip("torch")
 
@@ -81,34 +81,35 @@ def test_the_gates_reference_is_the_packages(
     x, w = (cell.inputs[0][name].double().numpy() for name in ("x", "weight"))
     eps = cell.problem.eps
     if op == "forward":
-        want = bounds.reference_forward(x, w, eps)[:1]
+        want = {"y": bounds.reference_forward(x, w, eps)[0]}
     else:
         dout = cell.inputs[0]["dout"].double().numpy()
-        want = bounds.reference_backward(dout, x, w, None, eps)
-    verdict = judge(cell, [torch.from_numpy(values) for values in want])
+        dx, dweight = bounds.reference_backward(dout, x, w, None, eps)
+        want = {"dx": dx, "dweight": dweight}
+    verdict = cell.judge({name: torch.from_numpy(values) for name, values in want.items()})
     assert verdict.passed
     assert max(verdict.worst.values()) < 1e-6
 
 
-def right(cell: Cell) -> list[Any]:
+def right(cell: Cell) -> dict[str, Any]:
     t = cell.inputs[0]
     x, weight = (t[name].double().requires_grad_() for name in ("x", "weight"))
     y = torch.nn.functional.rms_norm(x, (COLS,), weight, cell.problem.eps)
     if cell.problem.op == "forward":
-        return [y.detach()]
-    return list(torch.autograd.grad(y, (x, weight), t["dout"].double()))
+        return {"y": y.detach()}
+    dx, dweight = torch.autograd.grad(y, (x, weight), t["dout"].double())
+    return {"dx": dx, "dweight": dweight}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("output", ["y", "dx", "dweight"])
 def test_an_output_passes_up_to_its_limit(output: str, dtype: str, cpu64: Backend) -> None:
     cell = cell_of("forward" if output == "y" else "backward", cpu64, dtype)
-    names = study.OUTPUTS[cell.problem.op]
     limit = peer_gate.LIMITS[cell.problem.dtype]
     for share, passes in ((0.99, True), (1.01, False)):
         outputs = right(cell)
-        outputs[names.index(output)] *= 1 + share * limit
-        verdict = judge(cell, outputs)
+        outputs[output] *= 1 + share * limit
+        verdict = cell.judge(outputs)
         assert verdict.passed is passes
         assert verdict.worst[output] == pytest.approx(share, rel=1e-3)
         assert (output in verdict.message) is not passes
@@ -116,16 +117,17 @@ def test_an_output_passes_up_to_its_limit(output: str, dtype: str, cpu64: Backen
 
 def test_dweight_of_16_bit_activations_may_be_as_coarse_as_they_are(cpu64: Backend) -> None:
     cell = cell_of("backward", cpu64, "bf16", "fp32")
-    dx, dweight = right(cell)
-    assert judge(cell, [dx, dweight * 1.002]).passed
-    assert not judge(cell, [dx, dweight * 1.004]).passed
+    results = right(cell)
+    for factor, passes in ((1.002, True), (1.004, False)):
+        coarse = results | {"dweight": results["dweight"] * factor}
+        assert cell.judge(coarse).passed is passes
 
 
 def test_a_nan_fails(cpu64: Backend) -> None:
     cell = cell_of("forward", cpu64)
-    (y,) = right(cell)
-    y[-1, -1] = torch.nan
-    assert not judge(cell, [y]).passed
+    results = right(cell)
+    results["y"][-1, -1] = torch.nan
+    assert not cell.judge(results).passed
 
 
 # ---- torch ---------------------------------------------------------------------------------------

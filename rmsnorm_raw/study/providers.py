@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
 from typing import Any
@@ -35,25 +35,22 @@ from rmsnorm_raw.clones import clone_plans
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.measure import Call
-from rmsnorm_raw.problem import Op, Problem
-from rmsnorm_raw.study import peer_gate, tensors
-from rmsnorm_raw.study.tensors import Tensors
+from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study.tensors import Cloned, Tensors
 
 OURS = "ours"
-OUTPUTS: dict[Op, tuple[str, ...]] = {"forward": ("y",), "backward": ("dx", "dweight")}
 
-Results = Sequence[Any]
+Results = Mapping[str, Any]  # torch's, by the outputs' names
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(Cloned):
     """What every provider of a comparison works on.
 
     Attributes:
         problem: the operation; it has a weight, and backward is given rstd.
         config: our kernel's.
-        backend: where it runs.
-        stream: the raw stream of all calls; :func:`current_stream` says torch's.
+        backend: see :class:`.tensors.Cloned`, and so for stream.
     """
 
     problem: Problem
@@ -61,10 +58,8 @@ class Cell:
     backend: Backend
     stream: int = 0
 
-    @functools.cached_property
-    def inputs(self) -> tuple[Tensors, ...]:
-        """The peers' inputs, a clone each."""
-        return tensors.inputs(self.problem, self.backend, self.stream)
+    def __str__(self) -> str:
+        return str(self.problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +164,13 @@ def _quack(cell: Cell, config: str = "analytical default") -> Contender:
 
     def forward(t: Tensors) -> Results:
         y, _, _ = quack.rmsnorm_fwd(t["x"], t["weight"], eps=eps, store_rstd=True)
-        return (y,)
+        return {"y": y}
 
     def backward(t: Tensors) -> Results:
         dx, dweight, _, _ = quack.rmsnorm_bwd(t["x"], t["weight"], t["dout"], t["rstd"])
-        return dx, dweight
+        return {"dx": dx, "dweight": dweight}
 
-    return _over(cell, forward if cell.problem.op == "forward" else backward, config)
+    return over(cell, forward if cell.problem.op == "forward" else backward, config)
 
 
 def _quack_searched(cell: Cell, search: bool) -> Contender:
@@ -192,14 +187,15 @@ def _quack_searched(cell: Cell, search: bool) -> Contender:
         y = torch.empty_like(t["x"])
         rstd = torch.empty(problem.rows, dtype=torch.float32, device=y.device)
         run(t["x"], t["weight"], y, rstd=rstd, eps=problem.eps)
-        return (y,)
+        return {"y": y}
 
     def backward(t: Tensors, run: Callable[..., None]) -> Results:
         dx = torch.empty_like(t["x"])
         programs = configs.get_sm_count(problem.cols, dx.device)
         partials = torch.empty((programs, problem.cols), dtype=torch.float32, device=dx.device)
         run(t["x"], t["weight"], t["dout"], t["rstd"], dx, partials, has_dw_partial=True)
-        return dx, partials.sum(dim=0).to(t["weight"].dtype)  # as rmsnorm_bwd finishes it
+        dweight = partials.sum(dim=0).to(t["weight"].dtype)  # as rmsnorm_bwd finishes it
+        return {"dx": dx, "dweight": dweight}
 
     if problem.op == "forward":
         operation, tuned, make = forward, quack.rmsnorm_fwd_tuned, configs.RmsNormFwdConfig
@@ -209,7 +205,7 @@ def _quack_searched(cell: Cell, search: bool) -> Contender:
         operation(cell.inputs[0], tuned)
     config = tuned.best_config.kwargs["config"] if search else make(**winner)
     run = functools.partial(tuned.fn, config=config)
-    return _over(cell, functools.partial(operation, run=run), repr(config))
+    return over(cell, functools.partial(operation, run=run), repr(config))
 
 
 def recorded_winner(problem: Problem) -> dict[str, Any] | None:
@@ -229,15 +225,18 @@ def _liger(cell: Cell) -> Contender:
         return liger.rms_norm_forward(t["x"], t["weight"], cell.problem.eps, 0.0, "llama", None)
 
     if cell.problem.op == "forward":
-        return _over(cell, lambda t: forward(t)[:1], "casting_mode='llama'")
+        return over(cell, lambda t: {"y": forward(t)[0]}, "casting_mode='llama'")
     *_, block, warps, mode = forward(cell.inputs[0])
 
-    def backward(t: Tensors) -> Any:
+    def backward(t: Tensors) -> Results:
         arrays = (t["dout"], t["x"], t["weight"], t["rstd"])
         in_place, row_mode, offset = False, None, 0.0
-        return liger.rms_norm_backward(*arrays, offset, mode, block, warps, in_place, row_mode)
+        dx, dweight = liger.rms_norm_backward(
+            *arrays, offset, mode, block, warps, in_place, row_mode
+        )
+        return {"dx": dx, "dweight": dweight}
 
-    return _over(cell, backward, "casting_mode='llama', in_place=False")
+    return over(cell, backward, "casting_mode='llama', in_place=False")
 
 
 # ---- torch ---------------------------------------------------------------------------------------
@@ -274,43 +273,41 @@ def _autograd(cell: Cell, function: Callable[[Any, Any], Any], config: str) -> C
     import torch
 
     if cell.problem.op == "forward":
-        return _over(cell, lambda t: (function(t["x"], t["weight"]),), config)
+        return over(cell, lambda t: {"y": function(t["x"], t["weight"])}, config)
+
+    def backward(y: Any, leaves: Sequence[Any], dout: Any) -> Results:
+        dx, dweight = torch.autograd.grad(y, leaves, dout, retain_graph=True)
+        return {"dx": dx, "dweight": dweight}
+
     operations = []
     for t in cell.inputs:
         leaves = tuple(t[name].detach().requires_grad_() for name in ("x", "weight"))
-        graph = (function(*leaves), leaves, t["dout"])
-        operations.append(functools.partial(torch.autograd.grad, *graph, retain_graph=True))
-    return gated(str(cell.problem), operations, functools.partial(judge, cell), config)
+        operations.append(functools.partial(backward, function(*leaves), leaves, t["dout"]))
+    return gated(cell, operations, config)
 
 
 # ---- calls and their gate ------------------------------------------------------------------------
 
 
-def _over(cell: Cell, operation: Callable[[Tensors], Results], config: str) -> Contender:
-    operations = [functools.partial(operation, clone) for clone in cell.inputs]
-    return gated(str(cell.problem), operations, functools.partial(judge, cell), config)
+def over(cell: Cloned, operation: Callable[[Tensors], Results], config: str) -> Contender:
+    """A contender of an operation on every clone; see :func:`gated`."""
+    return gated(cell, [functools.partial(operation, clone) for clone in cell.inputs], config)
 
 
-def gated(
-    what: str,
-    operations: Sequence[Callable[[], Any]],
-    judge: Callable[[Any], check.Verdict],
-    config: str,
-) -> Contender:
+def gated(cell: Cloned, operations: Sequence[Callable[[], Results]], config: str) -> Contender:
     """A contender of one operation a clone, the first of which is judged.
 
     Args:
-        what: is computed, in words.
+        cell: whose clones.
         operations: each gives its results, which are kept until its next turn.
-        judge: of the first one's results.
         config: see :class:`Contender`.
 
     Raises:
-        WrongResult: the gate failed.
+        WrongResult: the peers' gate failed.
     """
-    verdict = judge(operations[0]())
+    verdict = cell.judge(operations[0]())
     if not verdict.passed:
-        raise WrongResult(f"{what}, {config}: {verdict.message}; it gets no time")
+        raise WrongResult(f"{cell}, {config}: {verdict.message}; it gets no time")
     return Contender([_keeping(operation) for operation in operations], config, verdict)
 
 
@@ -321,15 +318,3 @@ def _keeping(operation: Callable[[], Any]) -> Call:
         kept[:] = [operation()]  # the old results are freed once the new ones have their memory
 
     return run
-
-
-def judge(cell: Cell, outputs: Results) -> check.Verdict:
-    """The peers' gate on what was computed from the first clone.
-
-    Args:
-        cell: whose first clone was worked on.
-        outputs: torch tensors in the order of :data:`OUTPUTS`.
-    """
-    results = dict(zip(OUTPUTS[cell.problem.op], outputs, strict=True))
-    clone, untouched = cell.inputs[:2]
-    return peer_gate.judge(cell.problem, clone, untouched, results)

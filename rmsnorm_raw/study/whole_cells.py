@@ -2,23 +2,19 @@
 
 Residual add and norm, their backward, a norm of each head of a packed qkv, and 8-bit outputs; the
 plain operation at the same shapes beside them. All read one layout: x of the heads is a view into
-the packed tensor. Outputs of ours are beside them; a peer allocates its own.
+the packed tensor.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-from rmsnorm_raw import check
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.extras import Scale
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.study import peer_gate, tensors
-from rmsnorm_raw.study.tensors import Tensors
+from rmsnorm_raw.study.tensors import Cloned
 
 ROWS, WIDTHS = 32768, (1024, 2048, 4096, 8192)
 FP8_WIDTHS = (4096, 8192)
@@ -30,15 +26,13 @@ FP8 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
-class WholeCell:
+class WholeCell(Cloned):
     """One comparison.
 
     Attributes:
         name: in tables and test ids, e.g. "residual-forward-32768x1024".
         problem: the operation.
-        backend: where it runs.
-        stream: the raw stream of all calls.
-        packed_heads: heads of a token in the tensor that x is sliced out of; 0 where x is dense.
+        backend: see :class:`.tensors.Cloned`, and so for stream and packed_heads.
     """
 
     name: str
@@ -52,20 +46,8 @@ class WholeCell:
         """The name without its shape."""
         return self.name.rpartition("-")[0]
 
-    @functools.cached_property
-    def inputs(self) -> tuple[Tensors, ...]:
-        """What is read, a clone each."""
-        return tensors.inputs(self.problem, self.backend, self.stream, self.packed_heads)
-
-    @functools.cached_property
-    def outputs(self) -> tuple[Tensors, ...]:
-        """Where ours writes, a clone each."""
-        return tensors.outputs(self.problem, self.backend)
-
-    def judge(self, results: Mapping[str, Any]) -> check.Verdict:
-        """The peers' gate on what was computed from the first clone."""
-        clone, untouched = self.inputs[:2]
-        return peer_gate.judge(self.problem, clone, untouched, results)
+    def __str__(self) -> str:
+        return self.name
 
 
 def whole_cells(backend: Backend, stream: int = 0) -> tuple[WholeCell, ...]:

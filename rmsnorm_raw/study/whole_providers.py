@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from rmsnorm_raw import check, launch, module, workbench
@@ -25,14 +24,12 @@ from rmsnorm_raw.extras import LEAST_SCALE
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.study.providers import OURS, Contender, Provider, gated
+from rmsnorm_raw.study.providers import OURS, Contender, Provider, Results, over
 from rmsnorm_raw.study.tensors import Tensors, placed
 from rmsnorm_raw.study.whole_cells import WholeCell
 
 #: of the gate's data of ours; one for all configs, for the reference sums of a data set are kept
 SEED = 1
-
-Results = Mapping[str, Any]
 
 
 def whole_providers(problem: Problem) -> tuple[Provider, ...]:
@@ -120,7 +117,7 @@ def _quack(cell: WholeCell) -> Contender:
         return {"dx": dx, "dweight": dweight}
 
     operation = forward if cell.problem.op == "forward" else backward
-    return _over(cell, operation, "analytical default")
+    return over(cell, operation, "analytical default")
 
 
 def _liger(cell: WholeCell) -> Contender:
@@ -135,7 +132,7 @@ def _liger(cell: WholeCell) -> Contender:
         return {"y": y, "residual_out": residual_out, "rstd": rstd}
 
     if cell.problem.op == "forward":
-        return _over(cell, both, "casting_mode='gemma'")
+        return over(cell, both, "casting_mode='gemma'")
     t = cell.inputs[0]
     *_, block, warps, stages, mode = forward(t, t["dresidual_out"])
 
@@ -147,7 +144,7 @@ def _liger(cell: WholeCell) -> Contender:
         )  # fmt: skip
         return {"dx": dx, "dweight": dweight}
 
-    return _over(cell, backward, "casting_mode='gemma', in_place=False")
+    return over(cell, backward, "casting_mode='gemma', in_place=False")
 
 
 def _compile(cell: WholeCell) -> Contender:
@@ -171,14 +168,4 @@ def _compile(cell: WholeCell) -> Contender:
 
     torch._dynamo.reset()
     compiled = torch.compile(formula, dynamic=False, fullgraph=True)
-    return _over(cell, lambda t: compiled(**t), "dynamic=False")
-
-
-def _over(cell: WholeCell, operation: Callable[[Tensors], Results], config: str) -> Contender:
-    """A contender of an operation on every clone, of which the first is judged.
-
-    Raises:
-        WrongResult: the peers' gate failed.
-    """
-    operations = [functools.partial(operation, clone) for clone in cell.inputs]
-    return gated(cell.name, operations, cell.judge, config)
+    return over(cell, lambda t: compiled(**t), "dynamic=False")
