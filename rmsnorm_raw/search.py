@@ -386,10 +386,10 @@ class Search:
     def _too_large(self, problem: Problem, configs: Iterable[Config]) -> str:
         """Why the rows of an end are not tried, where two clones do not fit the device; else ""."""
         device = self.device
-        need = max(sum(launch.tensor_bytes(problem, c, device).values()) for c in configs)
-        need = clones.MIN_CLONES * need + 2 * copy_bytes(device)
         if problem.rows == self.problem.rows or not device.memory_bytes:
             return ""
+        clone_bytes = max(sum(launch.tensor_bytes(problem, c, device).values()) for c in configs)
+        need = clones.MIN_CLONES * clone_bytes + 2 * copy_bytes(device)
         if need <= USABLE_MEMORY * device.memory_bytes:
             return ""
         return (
