@@ -1,11 +1,11 @@
 """The suites' session and their table.
 
 ``pytest perf --benchmark-only`` times our kernel and its peers on the study's 90 cells, each after
-its gate; beside them the probes, the host's time of a call, and a Llama block. The warm-up, and how
-many copies of a queue-ahead the host's cost wants, are those of :mod:`rmsnorm_raw.measure`; the
-rounds are pytest-benchmark's, on the clock of ``clock.py``. A round whose host was late is dropped
-and counted; those of a short call are averaged by fours, as that module's samples are. Probes run
-before the first cell and after the last.
+its gate; beside them the probes, the host's time of a call, a Llama block, and the whole operator.
+The warm-up, and how many copies of a queue-ahead the host's cost wants, are those of
+:mod:`rmsnorm_raw.measure`; the rounds are pytest-benchmark's, on the clock of ``clock.py``. A round
+whose host was late is dropped and counted; those of a short call are averaged by fours, as that
+module's samples are. Probes run before the first cell and after the last.
 
 Without a GPU the suites run our kernel in the simulator, at few rows; its times are marked as
 simulated and mean nothing.
@@ -134,8 +134,8 @@ class Session:
             calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
         )
         # one copy more than the timer wanted: here pytest-benchmark's own work is host time too
-        more = warm.evicted_bytes // copy_bytes(self.backend.device) + 1
-        rounds = Rounds(self.clock, calls, 0 if self.simulated else more)
+        copies = warm.evicted_bytes // copy_bytes(self.backend.device) + 1
+        rounds = Rounds(self.clock, calls, 0 if self.simulated else copies)
         together = 1 if self.simulated else calls_a_sample(warm.median_us)
         count = MIN_SAMPLES if self.simulated else ROUNDS * together
         benchmark.pedantic(rounds.run, setup=rounds.setup, rounds=count)

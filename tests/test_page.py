@@ -66,12 +66,12 @@ def test_markdown_has_the_pages_tables_and_plots() -> None:
 
 
 def test_a_page_asks_for_nothing_and_its_links_lead_somewhere() -> None:
-    html = Page(report.make([RESULTS]).files["report.html"])
+    text = report.make([RESULTS]).files["report.html"]
+    html = Page(text)
     assert html.tags.isdisjoint({"script", "img", "link", "iframe", "object"})
     assert len(html.ids) == len(set(html.ids))
     assert {link.removeprefix("#") for link in html.links} <= set(html.ids)
     assert all(link.startswith("#") for link in html.links)
-    text = report.make([RESULTS]).files["report.html"]
     assert "@media (prefers-color-scheme: dark)" in text
     assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
 
