@@ -20,9 +20,8 @@ from rmsnorm_raw.dtypes import SHORT_NAME
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Comparison, compare
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
+from rmsnorm_raw.study.runs import OURS, PEERS
 
-OURS = "ours"
-PEERS = ("quack", "quack_searched", "liger", "torch", "compile")
 QUACKS = PEERS[:2]
 Row = Mapping[str, str]
 Key = tuple[str, ...]  # op, m, n, act, weight

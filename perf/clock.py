@@ -10,16 +10,14 @@ where most of a window's were late, the rounds after it have more copies ahead o
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from rmsnorm_raw.ahead import QueueAhead
+from rmsnorm_raw.ahead import QueueAhead, lengthened
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.measure import MAX_AHEAD_US, Call
-from rmsnorm_raw.stats import percentile
 
 #: rounds after which it is asked whether the host keeps ahead
 WINDOW = 6
@@ -96,15 +94,11 @@ class Rounds:
         ]
 
     def _keep_ahead(self) -> None:
-        """As the timer does: twice the host's time, where most of a window's rounds were late."""
+        """As the timer: lengthens the queue-ahead where most of a window's rounds were late."""
         if not self.copies or len(self._clock.stamps) - self._asked < 3 * WINDOW:
             return
         rounds = self._rounds(self._asked)  # pytest-benchmark has waited for them
         self._asked = len(self._clock.stamps)
-        late = [(host_us, ahead_us) for host_us, ahead_us in rounds if host_us > ahead_us]
-        if 2 * len(late) <= len(rounds):
-            return
-        host_us, ahead_us = (percentile(times, 50) for times in zip(*late, strict=True))
+        copies, host_us = lengthened(self.copies, rounds)
         if 2 * host_us <= MAX_AHEAD_US:
-            more = math.ceil(2 * host_us * self.copies / ahead_us)
-            self.copies = max(self.copies + 1, more)
+            self.copies = copies

@@ -27,7 +27,7 @@ from clock import Clock, Rounds
 from terminal_table import cell_id, table
 
 from rmsnorm_raw import bandwidth, environment, measure, workbench
-from rmsnorm_raw.ahead import EVICTED_CACHES, calls_a_sample, means
+from rmsnorm_raw.ahead import calls_a_sample, copy_bytes, means
 from rmsnorm_raw.backends import get_backend
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
@@ -98,12 +98,10 @@ class Session:
     def run(self, benchmark: Any, problem: Problem, provider: Provider) -> None:
         """Gate a provider on a cell, time it and write its row, whatever comes of it."""
         cell = self.cell(problem)
-        row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(
-            problem, cell.config, self.backend.device
-        )
+        row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(problem, self.backend.device)
         row |= {"provider": provider.name, "path": "ladder" if provider.name == bars.OURS else ""}
         row |= {"version": provider.version, "module": provider.module}
-        row |= {"rows_run": str(cell.problem.rows), "config": ""}
+        row |= {"rows_run": str(cell.problem.rows)}
         try:
             row |= self._timed(benchmark, cell, provider)
         except Exception as error:
@@ -136,10 +134,8 @@ class Session:
             calls, self.backend, stream=self.stream, max_samples=12, min_samples=12
         )
         # one copy more than the timer wanted: here pytest-benchmark's own work is host time too
-        one_copy = EVICTED_CACHES * self.backend.device.last_level_cache_bytes
-        rounds = Rounds(
-            self.clock, calls, 0 if self.simulated else warm.evicted_bytes // one_copy + 1
-        )
+        more = warm.evicted_bytes // copy_bytes(self.backend.device) + 1
+        rounds = Rounds(self.clock, calls, 0 if self.simulated else more)
         together = 1 if self.simulated else calls_a_sample(warm.median_us)
         count = MIN_SAMPLES if self.simulated else ROUNDS * together
         benchmark.pedantic(rounds.run, setup=rounds.setup, rounds=count)
@@ -349,13 +345,10 @@ def pytest_benchmark_update_machine_info(
 ) -> None:
     """What two runs of one machine share: pytest-benchmark warns where it differs."""
     backend, facts = session_of(config).backend, environment.collect()
-    gpus = facts["nvidia_gpus"]
-    if isinstance(gpus, list):
-        gpus = [f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in gpus]
     machine_info["rmsnorm_raw"] = {
         "backend": backend.name,
         "device": asdict(backend.device),
-        "nvidia_gpus": gpus,
+        "nvidia_gpus": environment.drivers(facts["nvidia_gpus"]),
         "amd_gpus": facts["amd_gpus"],
         "toolchain": backend.toolchain._asdict(),
         **{name: facts[name] for name in ("packages", "compilers", "rocm_version")},

@@ -33,7 +33,7 @@ from rmsnorm_raw.measure import Limits, Samples
 from rmsnorm_raw.space import enumerate_configs, reject_reason
 from rmsnorm_raw.study import rooflines, sweep
 from rmsnorm_raw.study.folder import Row
-from rmsnorm_raw.study.providers import Contender, current_stream
+from rmsnorm_raw.study.providers import OURS, Contender, current_stream
 from rmsnorm_raw.study.whole_cells import WholeCell, whole_cells
 from rmsnorm_raw.study.whole_providers import of_config, whole_providers
 
@@ -89,7 +89,7 @@ def rows_of(plan: WholeCell, opening: Roofline | None, peers: bool = True) -> li
     rows: list[Row] = []
     timed: list[tuple[Row, Contender]] = []
     for provider in whole_providers(cell.problem):
-        if provider.missing() or not (peers or provider.name == "ours"):
+        if provider.missing() or not (peers or provider.name == OURS):
             continue
         row = dict.fromkeys(COLUMNS, "") | {
             "cell": cell.name, "problem": str(cell.problem), "provider": provider.name,
@@ -104,11 +104,34 @@ def rows_of(plan: WholeCell, opening: Roofline | None, peers: bool = True) -> li
     taken = calls and measure.time_interleaved(calls, cell.backend, stream=cell.stream, **LIMITS)
     for (row, contender), samples in zip(timed, taken, strict=True):
         found = sweep.time_columns(cell.problem, contender.verdict, samples, opening)
-        row |= {name: found.get(name, "") for name in COLUMNS if name in found}
+        row |= {name: found[name] for name in COLUMNS if name in found}
         row["config"] = contender.config
     if opening is not None and cell.kind.startswith("fp8"):
         rows.append(_probe_row(cell, opening))
     return rows
+
+
+def measure_all(
+    cells: Sequence[WholeCell], opening: Roofline, out: Path, *, peers: bool
+) -> list[Row]:
+    """The rows of all cells, printed and written cell by cell."""
+    rows: list[Row] = []
+    with (out / "operator.csv").open("w", newline="") as file:
+        written = csv.DictWriter(file, COLUMNS)
+        written.writeheader()
+        for cell in cells:
+            found = rows_of(cell, opening, peers)
+            rows += found
+            written.writerows(found)
+            file.flush()
+            print("\n".join([*table(found)][1:]), flush=True)
+    return rows
+
+
+def missing(cells: Sequence[WholeCell]) -> list[str]:
+    """Whom of the peers to install."""
+    reasons = (it.missing() for cell in cells for it in whole_providers(cell.problem))
+    return sorted({reason for reason in reasons if reason})
 
 
 def _probe_row(cell: WholeCell, opening: Roofline) -> Row:
@@ -128,7 +151,7 @@ def findings(rows: Sequence[Row]) -> list[tuple[str, bool]]:
         cells: dict[str, dict[str, Row]] = {}
         for row in rows:
             name = row["cell"]
-            if name.rpartition("-")[0] == bar.kind and row["provider"] in ("ours", *bar.others):
+            if name.rpartition("-")[0] == bar.kind and row["provider"] in (OURS, *bar.others):
                 cells.setdefault(name, {})[row["provider"]] = row
         there = [name for name in bar.others if any(name in each for each in cells.values())]
         what = f"{bar.kind}, {' or '.join(there or bar.others)} / ours"
@@ -145,7 +168,7 @@ def findings(rows: Sequence[Row]) -> list[tuple[str, bool]]:
             found.append((f"{what}: {why}, so there is no figure", True))
         else:
             ratios = {
-                cell: min(_us(each[name]) for name in there) / _us(each["ours"])
+                cell: min(_us(each[name]) for name in there) / _us(each[OURS])
                 for cell, each in cells.items()
             }
             line, holds = _held(bar, ratios)
@@ -167,7 +190,7 @@ def _us(row: Row) -> float:
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """A line a row; the ratio is to ours in the cell."""
-    ours = {row["cell"]: _us(row) for row in rows if row["provider"] == "ours"}
+    ours = {row["cell"]: _us(row) for row in rows if row["provider"] == OURS}
     yield (
         f"{'cell':32} {'provider':9} {'us':>9} {'low':>9} {'high':>9} {'GB/s':>7} {'% match':>7} "
         f"{'/ ours':>6}  config"
@@ -320,34 +343,19 @@ def main() -> int:
     sweep.build_all(ladders, backend)
     opening = bandwidth.roofline(backend, stream=stream)
     print(opening, flush=True)
-    rows: list[Row] = []
-    with (out / "operator.csv").open("w", newline="") as file:
-        written = csv.DictWriter(file, COLUMNS)
-        written.writeheader()
-        for cell in cells:
-            found = rows_of(cell, opening, peers=not args.no_peers)
-            rows += found
-            written.writerows(found)
-            file.flush()
-            print("\n".join([*table(found)][1:]), flush=True)
+    rows = measure_all(cells, opening, out, peers=not args.no_peers)
     closing = bandwidth.remeasure(opening, backend, stream=stream)
-    held = findings(rows)
-    absent = {
-        reason
-        for cell in cells
-        for provider in whole_providers(cell.problem)
-        if (reason := provider.missing())
-    }
+    held, absent = findings(rows), missing(cells)
     facts = {
         "command": " ".join(["python -m perf.whole_operator", *environment.command(sys.argv[1:])]),
         "roofline_opening": rooflines.roofline_facts(opening),
         **rooflines.closing_facts(opening, closing),
-        "missing": sorted(absent),
+        "missing": absent,
         "wall_s": perf_counter() - began,
         "bars": [line for line, _ in held],
     }
     drift = f"drift {facts['drift_pct']:.3f} %{', suspect' * bool(facts['suspect'])}"
-    lines = [str(opening), *table(rows), drift, *sorted(absent), *(line for line, _ in held)]
+    lines = [str(opening), *table(rows), drift, *absent, *(line for line, _ in held)]
     (out / "operator.txt").write_text("\n".join((*lines, "")), encoding="utf-8")
     environment.write(out / "environment.json", facts)
     print("\n".join(lines[-len(held) - len(absent) - 1 :]), flush=True)

@@ -11,14 +11,15 @@ less ahead of each call all turns come alike, and the mean of some calls is one 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from statistics import fmean
 
+from rmsnorm_raw import stats
 from rmsnorm_raw.backends import Backend
+from rmsnorm_raw.device import DeviceSpec
 
-#: a copy is this many last-level caches long: none of the call's data stays in one
-EVICTED_CACHES = 2
 #: launches after which their turns come round, and calls of a sample where they are short
 TURNS = 4
 #: a copy this small is a launch as well; a fill is none
@@ -39,7 +40,7 @@ class QueueAhead:
     def __init__(self, backend: Backend, stream: int) -> None:
         self.backend = backend
         self.stream = stream
-        self.copy_bytes = EVICTED_CACHES * backend.device.last_level_cache_bytes
+        self.copy_bytes = copy_bytes(backend.device)
         self._origin, self._owner = backend.allocate(2 * self.copy_bytes)
         self._random = random.Random(0)
 
@@ -50,6 +51,30 @@ class QueueAhead:
             self.backend.copy(target, self._origin, TURN_BYTES, self.stream)
         for _ in range(copies):
             self.backend.copy(target, self._origin, self.copy_bytes, self.stream)
+
+
+def copy_bytes(device: DeviceSpec) -> int:
+    """Of one copy: two last-level caches, so that none of the call's data stays in one."""
+    return 2 * device.last_level_cache_bytes
+
+
+def lengthened(copies: int, shots: Sequence[tuple[float, float]]) -> tuple[int, float]:
+    """How many copies to enqueue ahead from now on, after some shots with so many.
+
+    As many again, unless the host was late in most shots: then enough for twice its time.
+
+    Args:
+        copies: ahead of each shot.
+        shots: microseconds of the host, and of the copies, in each.
+
+    Returns:
+        The copies, and the host's median time in the late shots; 0 where they stay as many.
+    """
+    late = [(host_us, ahead_us) for host_us, ahead_us in shots if host_us > ahead_us]
+    if 2 * len(late) <= len(shots):
+        return copies, 0.0
+    host_us, ahead_us = (stats.percentile(times_us, 50) for times_us in zip(*late, strict=True))
+    return max(copies + 1, math.ceil(2 * host_us * copies / ahead_us)), host_us
 
 
 def calls_a_sample(call_us: float) -> int:

@@ -161,16 +161,17 @@ class Roofline:
             raise Unmeasurable("the simulator has no roofline: print '-' for its percentages")
         return 100 * gbps / self.reading(probe, op).gbps
 
-    def drift_pct(self, closing: Roofline) -> float:
+    def drift_pct(self, *later: Roofline) -> float:
         """The largest change of a probe from this roofline to a later one, in percent, unsigned."""
         return max(
-            abs(100 * closing.reading(opening.probe).gbps / opening.gbps - 100)
+            abs(100 * each.reading(opening.probe).gbps / opening.gbps - 100)
+            for each in later
             for opening in self.readings
         )
 
-    def is_suspect(self, closing: Roofline) -> bool:
-        """Whether the device changed by more than 2 % between the two, so that figures mislead."""
-        return self.drift_pct(closing) > DRIFT_PCT
+    def is_suspect(self, *later: Roofline) -> bool:
+        """Whether the device has changed by more than 2 % since, so that figures mislead."""
+        return self.drift_pct(*later) > DRIFT_PCT
 
     def __str__(self) -> str:
         lines = [f"{self.device}, buffers of {self.buffer_bytes:,} B"]

@@ -248,10 +248,7 @@ class Call:
             )
 
     def _require_apart(self) -> None:
-        """Raise InvalidInput where what is written shares memory with another array.
-
-        But for :data:`.problem.IN_PLACE`.
-        """
+        """Raise InvalidInput where what is written overlaps another array, but for IN_PLACE."""
         written = dict(self.targets)
         if self._workspace is not None:
             written = {"workspace": self._workspace} | written

@@ -26,7 +26,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
@@ -43,13 +43,12 @@ from rmsnorm_raw.gate import Case, Engine, HostEngine
 from rmsnorm_raw.gate_data import DATA, static_scale
 from rmsnorm_raw.gate_device import DeviceEngine
 from rmsnorm_raw.guarded import INPUT_FILL, allocate, guarded, output_fill
-from rmsnorm_raw.launch import SCRATCH, Tensor
+from rmsnorm_raw.launch import SCRATCH, Tensors
 from rmsnorm_raw.module import Binary
 from rmsnorm_raw.problem import IN_PLACE, MATRICES, Problem
 
 #: what scratch tensors begin as: a counter counts from zero
 SCRATCH_FILL = {"workspace": 0xFF, "counter": 0}
-Tensors = Mapping[str, Tensor]  # by their usual names
 #: The exact case keeps to fp32's 24 bits: sum(g * x) / scale is at most 16 N in steps of 1/2,
 #: g - xhat * mean is at most 32 in steps of 1 / (2 N), sum(dout * xhat) is at most 8 M. An offset
 #: of up to 1 makes half as much again of the first two, dresidual_out at most 8 / scale more.
@@ -133,13 +132,14 @@ def verify(
     def run(on: Backend, some: Problem, tensors: Tensors) -> None:
         launch.run(launch.make_plan(some, config, replace(binary, backend=on), tensors))
 
-    chains = dict.fromkeys(_names(problem)[1], space.row_chain(problem, config))
+    outputs = (each.name for each in problem.outputs)
+    chains = dict.fromkeys(outputs, space.row_chain(problem, config))
     if problem.op == "backward":
         of_columns = space.dweight_chain(problem, config, backend.device)
         chains |= dict.fromkeys(OVER_ROWS & chains.keys(), of_columns)
     sizes = launch.tensor_bytes(problem, config, backend.device)
     scratch = {name: sizes[name] for name in SCRATCH if name in sizes}
-    engine = _engine or (HostEngine if backend.device.simulated else DeviceEngine)
+    engine = _engine or _engine_of(backend)
     judge = partial(_judge, problem, chains=chains, scratch=scratch, seed=seed)
     verdicts = [judge(partial(run, on), engine(on)) for on in landings(backend, binary.source)]
     return min(verdicts, key=lambda verdict: verdict.passed)
@@ -160,12 +160,16 @@ def write_inputs(
     Raises:
         InvalidInput: an input is missing.
     """
-    if missing := [name for name in _names(problem)[0] if name not in tensors]:
+    if missing := [each.name for each in problem.inputs if each.name not in tensors]:
         raise InvalidInput(f"{problem} also reads {', '.join(missing)}: pass every input")
     if problem.rows and problem.cols:
-        engine = (HostEngine if backend.device.simulated else DeviceEngine)(backend, stream)
+        engine = _engine_of(backend)(backend, stream)
         _write(engine, Case(problem, seed, exact=False), tensors)
         backend.synchronize(stream)
+
+
+def _engine_of(backend: Backend) -> type[HostEngine | DeviceEngine]:
+    return HostEngine if backend.device.simulated else DeviceEngine
 
 
 def _judge(
@@ -234,8 +238,8 @@ def _trial(
     scratch: Mapping[str, int],
 ) -> tuple[dict[str, Worst], list[str]]:
     """Run on one data set: the worst element of each output, and what else is wrong."""
-    inputs, outputs = _names(case.problem)
-    fills = dict.fromkeys(inputs, INPUT_FILL)
+    outputs = case.outputs
+    fills = dict.fromkeys(case.inputs, INPUT_FILL)
     fills |= {name: output_fill(case.shape(name)[2]) for name in outputs}
     buffers = {name: allocate(engine.backend, case, name, fill) for name, fill in fills.items()}
     for name, size_bytes in scratch.items():
@@ -262,7 +266,7 @@ def _trial(
             faults.append(f"{name}: {where} was written, outside the tensor")
     faults += [
         f"{name}[{at[0]}, {at[1]}] was written, and it is an input"
-        for name in inputs
+        for name in case.inputs
         if (at := _changed(engine, case, tensors, name))
     ]
     worst = {
@@ -296,19 +300,13 @@ def _in_place(
     for output, name in over.items():
         engine.write(case, name, tensors[output])
     run(few, {**tensors, **{name: tensors[output] for output, name in over.items()}})
-    found = {n: _compare(engine, case, tensors, n, reference, chains[n]) for n in _names(few)[1]}
+    found = {n: _compare(engine, case, tensors, n, reference, chains[n]) for n in case.outputs}
     where = " and ".join(f"{output} over {name}" for output, name in over.items())
     return [
         f"in place ({where}), and only there: {_describe(case, name, element)}"
         for name, element in found.items()
         if element.ratio > 1.0
     ]
-
-
-@lru_cache(maxsize=64)
-def _names(problem: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tensors that a problem reads and those that it writes."""
-    return tuple(each.name for each in problem.inputs), tuple(e.name for e in problem.outputs)
 
 
 # ---- data and reference of a trial --------------------------------------------------------------
@@ -323,9 +321,8 @@ _references_lock = fork_safe_lock()
 
 def _write(engine: Engine, case: Case, tensors: Tensors) -> None:
     """Write every input. Each time, for a kernel under test may have spoiled the last ones."""
-    inputs, _ = _names(case.problem)
     for name in DATA:
-        if name in inputs:
+        if name in case.inputs:
             engine.write(case, name, tensors[name])
     for name, bits in _given(engine, case, tensors).items():
         engine.backend.from_host(tensors[name].address, bits, engine.stream)
@@ -333,11 +330,10 @@ def _write(engine: Engine, case: Case, tensors: Tensors) -> None:
 
 def _given(engine: Engine, case: Case, tensors: Tensors) -> dict[str, Bits]:
     """The inputs that are no hash of the seed, as they are stored."""
-    inputs, _ = _names(case.problem)
     given = {}
-    if "rstd" in inputs:
+    if "rstd" in case.inputs:
         given["rstd"] = _reference(engine, case, tensors).terms[0]
-    if "scale" in inputs:
+    if "scale" in case.inputs:
         scale = static_scale(case.problem.out_dtype, case.seed) * case.given
         given["scale"] = np.array([scale])
     return {name: bounds.encode(values, "float32") for name, values in given.items()}
@@ -354,7 +350,7 @@ def _reference(engine: Engine, case: Case, tensors: Tensors) -> Reference:
         if key not in _references:
             terms = bounds.row_terms(engine.row_sums(case, tensors), problem.cols, eps, given=given)
             columns = np.empty((4, 0))
-            if OVER_ROWS & set(_names(problem)[1]):
+            if OVER_ROWS & {*case.outputs}:
                 columns = engine.column_sums(case, tensors, terms[0])
             if len(_references) >= REFERENCES_KEPT:
                 del _references[next(iter(_references))]

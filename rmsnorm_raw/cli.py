@@ -194,9 +194,8 @@ def bench(
             step(3, 4, "roofline")
             roofline = None if where.device.simulated else workbench.roofline(where)
         step(4, 4, "done")
-    row = cell_columns(problem, kernel.config, where.device) | time_columns(
-        problem, verdict, samples, roofline
-    )
+    row = cell_columns(problem, where.device) | {"config": kernel.config.slug}
+    row |= time_columns(problem, verdict, samples, roofline)
     facts = {
         "command": environment.command(sys.argv),
         "problem": repr(problem),

@@ -95,7 +95,7 @@ def _check_driver(nvidia: list[dict[str, str | float]], nvidia_error: str, amd: 
         mend = "sudo usermod -aG render,video $USER   # then log in again"
         return Check(name, False, f"{found}, but no access to {KFD_DEVICE}", mend)
     if nvidia:
-        found = "; ".join(f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in nvidia)
+        found = "; ".join(environment.drivers(nvidia))
         return Check(name, True, found)
     if shutil.which("nvidia-smi"):
         return Check(name, False, nvidia_error, "sudo modprobe nvidia && nvidia-smi")

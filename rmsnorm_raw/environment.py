@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import platformdirs
 
@@ -214,6 +214,13 @@ def nvidia_gpus() -> list[dict[str, str | float]]:
             gpu[field] = float(value) if is_number else value  # "[N/A]" stays what it is
         gpus.append(gpu)
     return gpus
+
+
+def drivers(gpus: Any) -> Any:
+    """A line for each of :func:`nvidia_gpus`, without what changes by the minute; errors as is."""
+    if not isinstance(gpus, list):
+        return gpus
+    return [f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in gpus]
 
 
 def amd_gpus() -> list[str]:

@@ -19,7 +19,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bounds import Bits, Floats, Wanted, Worst
 from rmsnorm_raw.dtypes import stored_bytes
 from rmsnorm_raw.gate_data import gate_data
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.launch import Tensor, Tensors
 from rmsnorm_raw.problem import MATRICES, Operand, Problem
 
 
@@ -35,6 +35,16 @@ class Case(NamedTuple):
     exact: bool
     given: float = 1.0
     zero_row: int | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What is read."""
+        return tuple(name for name, it in _operands(self.problem).items() if not it.is_output)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What is written."""
+        return tuple(name for name, it in _operands(self.problem).items() if it.is_output)
 
     def operand(self, name: str) -> Operand:
         """A tensor of the problem."""
@@ -85,22 +95,20 @@ class Engine(Protocol):
     def changed(self, case: Case, name: str, tensor: Tensor) -> tuple[int, int] | None:
         """(row, column) of an element that :meth:`write` did not leave so, if there is one."""
 
-    def row_sums(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
+    def row_sums(self, case: Case, tensors: Tensors) -> Floats:
         """As :func:`bounds.row_sums`, of x and its residual."""
 
-    def column_sums(self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats) -> Floats:
+    def column_sums(self, case: Case, tensors: Tensors, rstd: Floats) -> Floats:
         """Sums over rows of dout * xhat and |dout * xhat|; with a bias, then of dout and |dout|.
 
         (2 or 4, cols), or (2 or 4, heads * cols) where each head has a weight.
         """
 
-    def row_maxima(
-        self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats, factor: float
-    ) -> Floats:
+    def row_maxima(self, case: Case, tensors: Tensors, rstd: Floats, factor: float) -> Floats:
         """(3, rows) maxima over columns of |y|, and of the scale and slack of its bound."""
 
     def worst(
-        self, case: Case, tensors: Mapping[str, Tensor], output: str, terms: Floats, factor: float
+        self, case: Case, tensors: Tensors, output: str, terms: Floats, factor: float
     ) -> Worst:
         """The worst element of a matrix, as :func:`bounds.worst_of`.
 
@@ -143,7 +151,7 @@ class HostEngine:
                 return first * heads + row, col
         return None
 
-    def row_sums(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
+    def row_sums(self, case: Case, tensors: Tensors) -> Floats:
         """See :class:`Engine`."""
         return np.concatenate(
             [
@@ -157,7 +165,7 @@ class HostEngine:
             axis=1,
         )
 
-    def column_sums(self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats) -> Floats:
+    def column_sums(self, case: Case, tensors: Tensors, rstd: Floats) -> Floats:
         """See :class:`Engine`."""
         kinds, items = case.columns
         sums, heads = np.zeros((kinds, items)), case.heads("x")
@@ -172,9 +180,7 @@ class HostEngine:
                 sums[2 * kind + 1] += np.abs(steps).sum(axis=0)
         return sums
 
-    def row_maxima(
-        self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats, factor: float
-    ) -> Floats:
+    def row_maxima(self, case: Case, tensors: Tensors, rstd: Floats, factor: float) -> Floats:
         """See :class:`Engine`."""
         found = []
         for block in _blocks(case, "x"):
@@ -184,7 +190,7 @@ class HostEngine:
         return np.concatenate(found, axis=1)
 
     def worst(
-        self, case: Case, tensors: Mapping[str, Tensor], output: str, terms: Floats, factor: float
+        self, case: Case, tensors: Tensors, output: str, terms: Floats, factor: float
     ) -> Worst:
         """See :class:`Engine`."""
         _, cols, dtype = case.shape(output)
@@ -237,24 +243,20 @@ class HostEngine:
         view = np.lib.stride_tricks.as_strided(elements, (tokens, heads, cols), strides)
         return address, memory, view
 
-    def _rows(
-        self, case: Case, tensors: Mapping[str, Tensor], name: str, first: int, last: int
-    ) -> Floats:
+    def _rows(self, case: Case, tensors: Tensors, name: str, first: int, last: int) -> Floats:
         """The rows of some tokens."""
         _, cols, dtype = case.shape(name)
         view = self._view(case, tensors[name], name, first, last)[2]
         return bounds.decode(view.reshape(-1, cols), dtype)
 
-    def _normalised(
-        self, case: Case, tensors: Mapping[str, Tensor], first: int, last: int
-    ) -> Floats:
+    def _normalised(self, case: Case, tensors: Tensors, first: int, last: int) -> Floats:
         x = self._rows(case, tensors, "x", first, last)
         if "residual" in tensors:
             x += self._rows(case, tensors, "residual", first, last)
         return x
 
     def _list(
-        self, case: Case, tensors: Mapping[str, Tensor], name: str, first: int, last: int
+        self, case: Case, tensors: Tensors, name: str, first: int, last: int
     ) -> Floats | None:
         """The weight, its offset added, or the bias: (cols,), or one for each of some rows."""
         if name not in tensors:
@@ -267,7 +269,7 @@ class HostEngine:
         return values
 
     def _wanted_y(
-        self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats, factor: float,
+        self, case: Case, tensors: Tensors, rstd: Floats, factor: float,
         first: int, last: int,
     ) -> Wanted:  # fmt: skip
         heads = case.heads("x")
@@ -280,7 +282,7 @@ class HostEngine:
             factor=factor,
         )
 
-    def _scales(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
+    def _scales(self, case: Case, tensors: Tensors) -> Floats:
         """The scale of each row's y, as it is stored: (rows, 1)."""
         rows = case.shape("scale")[0]
         memory = self.backend.to_host(tensors["scale"].address, 4 * rows, self.stream)
@@ -288,7 +290,7 @@ class HostEngine:
         return np.broadcast_to(stored, (case.problem.rows, 1))
 
 
-@lru_cache(maxsize=64)  # asked for some forty times a run
+@lru_cache(maxsize=64)  # asked for more than forty times a run
 def _operands(problem: Problem) -> Mapping[str, Operand]:
     return {each.name: each for each in problem.operands}
 

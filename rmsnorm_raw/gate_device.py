@@ -5,7 +5,6 @@ Only lists (of rows, of columns, of what each thread found) come to the host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from rmsnorm_raw.bounds import SIGNIFICAND_BITS, Floats, Worst
 from rmsnorm_raw.gate import Case
 from rmsnorm_raw.gate_data import DATA, ZEROED
 from rmsnorm_raw.kernels import reference as kernels
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.launch import Tensor, Tensors
 from rmsnorm_raw.module import build
 from rmsnorm_raw.source import Source
 
@@ -52,7 +51,7 @@ class DeviceEngine:
         worst = self._findings("reference_changed", rows, *args)
         return (worst.row, worst.col) if worst.ratio else None
 
-    def row_sums(self, case: Case, tensors: Mapping[str, Tensor]) -> Floats:
+    def row_sums(self, case: Case, tensors: Tensors) -> Floats:
         """See :class:`Engine`."""
         rows, cols = case.problem.rows, case.problem.cols
         shares = self._shares(cols)
@@ -65,7 +64,7 @@ class DeviceEngine:
         )  # fmt: skip
         return self._combine(partials, shares, 3, rows)
 
-    def column_sums(self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats) -> Floats:
+    def column_sums(self, case: Case, tensors: Tensors, rstd: Floats) -> Floats:
         """See :class:`Engine`."""
         kinds, items = case.columns
         steps = case.problem.rows * case.problem.cols // items
@@ -81,9 +80,7 @@ class DeviceEngine:
         )  # fmt: skip
         return self._combine(partials, shares, kinds, items)
 
-    def row_maxima(
-        self, case: Case, tensors: Mapping[str, Tensor], rstd: Floats, factor: float
-    ) -> Floats:
+    def row_maxima(self, case: Case, tensors: Tensors, rstd: Floats, factor: float) -> Floats:
         """See :class:`Engine`."""
         rows, shares = case.problem.rows, self._shares(case.problem.cols)
         partials = self._doubles(shares * 3 * rows)
@@ -96,7 +93,7 @@ class DeviceEngine:
         return self._combine(partials, shares, 3, rows, largest=True)
 
     def worst(
-        self, case: Case, tensors: Mapping[str, Tensor], output: str, terms: Floats, factor: float
+        self, case: Case, tensors: Tensors, output: str, terms: Floats, factor: float
     ) -> Worst:
         """See :class:`Engine`."""
         on_device = self._upload(terms)
@@ -199,12 +196,12 @@ class _Memory(NamedTuple):
     owner: Any
 
 
-def _address(tensors: Mapping[str, Tensor], name: str) -> np.uint64:
+def _address(tensors: Tensors, name: str) -> np.uint64:
     """A tensor's address, or 0, which the kernels take for "absent"."""
     return np.uint64(tensors[name].address if name in tensors else 0)
 
 
-def _matrix(case: Case, tensors: Mapping[str, Tensor], name: str) -> tuple[np.generic, ...]:
+def _matrix(case: Case, tensors: Tensors, name: str) -> tuple[np.generic, ...]:
     """What the kernels call a MATRIX: address, strides of tokens and of heads, format."""
     if name not in tensors:
         return np.uint64(0), np.int64(0), np.int64(0), np.int32(0)
@@ -213,13 +210,13 @@ def _matrix(case: Case, tensors: Mapping[str, Tensor], name: str) -> tuple[np.ge
     return np.uint64(address), np.int64(row_stride), np.int64(head_stride), _format(dtype)
 
 
-def _list(case: Case, tensors: Mapping[str, Tensor], name: str) -> tuple[np.generic, np.generic]:
+def _list(case: Case, tensors: Tensors, name: str) -> tuple[np.generic, np.generic]:
     """What the kernels call a LIST: address, format."""
     dtype = case.shape(name)[2] if name in tensors else None
     return _address(tensors, name), _format(dtype)
 
 
-def _forward_inputs(case: Case, tensors: Mapping[str, Tensor]) -> tuple[np.generic, ...]:
+def _forward_inputs(case: Case, tensors: Tensors) -> tuple[np.generic, ...]:
     x, residual = (_matrix(case, tensors, name) for name in ("x", "residual"))
     weight, bias = (_list(case, tensors, name) for name in ("weight", "bias"))
     return *x, *residual, *weight, *bias

@@ -54,6 +54,9 @@ class Tensor(NamedTuple):
     head_stride: int = 0
 
 
+Tensors = Mapping[str, Tensor]  # by their usual names
+
+
 def dense_tensor(problem: Problem, name: str, address: int) -> Tensor:
     """A tensor of a problem whose rows are contiguous."""
     if name not in MATRICES:
@@ -118,9 +121,7 @@ def tensor_bytes(problem: Problem, config: Config, device: DeviceSpec) -> dict[s
     return {name: size for name, size in sizes.items() if size}
 
 
-def make_plan(
-    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
-) -> Plan:
+def make_plan(problem: Problem, config: Config, binary: Binary, tensors: Tensors) -> Plan:
     """The launches of one operation on tensors at known addresses.
 
     Args:
@@ -147,7 +148,7 @@ def launches(problem: Problem, config: Config, binary: Binary) -> tuple[Launch, 
 
 
 def prepare(
-    problem: Problem, config: Config, binary: Binary, tensors: Mapping[str, Tensor]
+    problem: Problem, config: Config, binary: Binary, tensors: Tensors
 ) -> tuple[PreparedLaunch, ...]:
     """A plan's launches, to be made many times on tensors at other addresses.
 
@@ -163,7 +164,6 @@ def prepare(
     return tuple(binary.backend.prepare(functions[it.entry_point], it) for it in opened)
 
 
-Tensors = Mapping[str, Tensor]
 Arg = np.generic | Pointer
 Args = tuple[Arg, ...]
 _NULL = np.uint64(0)
@@ -173,16 +173,16 @@ _NOWHERE = Tensor(0)
 def _open_launches(
     problem: Problem, config: Config, binary: Binary, tensors: Tensors
 ) -> Iterator[OpenLaunch]:
-    """The launches on tensors of these strides."""
-    if problem.rows and problem.cols:
+    """The launches on tensors of these strides; none where nothing is asked for."""
+    if problem.rows and problem.cols and problem.outputs:
         build = _forward if problem.op == "forward" else _backward
-        yield from build(problem, config, binary, tensors)
+        yield from build(problem, config, binary.backend.device, tensors)
 
 
 def _forward(
-    problem: Problem, config: Config, binary: Binary, tensors: Tensors
+    problem: Problem, config: Config, device: DeviceSpec, tensors: Tensors
 ) -> Iterator[OpenLaunch]:
-    device, heads = binary.backend.device, problem.extras.heads
+    heads = problem.extras.heads
     at, matrix = _places(problem, tensors)
     lds = lds_bytes(problem, config, device)["rmsnorm_forward"]
     words = at("workspace")
@@ -210,63 +210,92 @@ def _forward(
 
 
 def _backward(
-    problem: Problem, config: Config, binary: Binary, tensors: Tensors
+    problem: Problem, config: Config, device: DeviceSpec, tensors: Tensors
 ) -> Iterator[OpenLaunch]:
-    device, more = binary.backend.device, problem.extras
-    lds = lds_bytes(problem, config, device)
+    rows = _backward_two_pass if config.path == "two_pass" else _backward_one_pass
+    yield from rows(problem, config, device, tensors)
+    yield from _finishes(problem, config, device, tensors)
+
+
+def _backward_one_pass(
+    problem: Problem, config: Config, device: DeviceSpec, tensors: Tensors
+) -> Iterator[OpenLaunch]:
     at, matrix = _places(problem, tensors)
-    partial = at("workspace", _row_results_bytes(problem, config))
-    bias_partial: Arg = _NULL
-    if more.bias_dtype:
-        bias_partial = at("workspace", _bias_partial_at(problem, config, device))
-    partials = grid_programs(problem, config, device)
-    rows, cols = np.int64(problem.tokens), np.uint32(problem.cols)
-    dout, x, dx = matrix("dout"), matrix("x"), matrix("dx")
-    dresidual_out, dresidual = matrix("dresidual_out"), matrix("dresidual")
-    weight, rstd, dweight = (at(name) for name in ("weight", "rstd", "dweight"))
-    if not (problem.need_dx or problem.need_dweight or more.bias_dtype):
-        return
+    partial, bias_partial = _partial_rows(problem, config, device, at)
+    args: Args = (
+        *matrix("dout"), *matrix("x"), at("weight"), at("rstd"), *matrix("dx"), partial,
+        at("dweight"), at("counter"),
+        at("workspace", _progress_at(problem, config, device)) if config.paced else _NULL,
+        np.int64(problem.tokens), np.uint32(problem.cols), np.float32(problem.eps),
+    )  # fmt: skip
+    if problem.extras:
+        names = ("dout", "x", "dx", "dresidual_out", "dresidual")
+        args += (
+            *matrix("dresidual_out"), *matrix("dresidual"), bias_partial,
+            *_head_strides(names, tensors),
+        )  # fmt: skip
+    grid, entry = grid_programs(problem, config, device), "rmsnorm_backward"
+    yield OpenLaunch(entry, grid, config.block, args, lds_bytes(problem, config, device)[entry])
+
+
+def _backward_two_pass(
+    problem: Problem, config: Config, device: DeviceSpec, tensors: Tensors
+) -> Iterator[OpenLaunch]:
+    at, matrix = _places(problem, tensors)
+    cols = np.uint32(problem.cols)
     args: Args
-    if config.path == "two_pass":
-        if _row_results_bytes(problem, config):
-            for first, some in _row_launches(problem, config):
-                args = (
-                    *matrix("dout", first), *matrix("x", first), weight,
-                    at("rstd", 4 * first), at("workspace", 8 * first),
-                    np.int64(some), cols, np.float32(problem.eps),
-                )  # fmt: skip
-                grid = -(-some // config.rows_per_block)
-                entry = "rmsnorm_backward_rows"
-                yield OpenLaunch(entry, grid, config.block, args, lds[entry])
-        args = (
-            *dout, *x, weight, rstd, at("workspace"), *dx, partial, rows, cols,
-            np.uint32(partials),
-        )  # fmt: skip
-        if more:
-            args += (*dresidual_out, *dresidual, bias_partial)
-        grid = column_tiles(problem, config) * partials
-        yield OpenLaunch("rmsnorm_backward_columns", grid, config.block, args)
-    else:
-        progress = at("workspace", _progress_at(problem, config, device))
-        args = (
-            *dout, *x, weight, rstd, *dx, partial, dweight, at("counter"),
-            progress if config.paced else _NULL, rows, cols, np.float32(problem.eps),
-        )  # fmt: skip
-        if more:
-            names = ("dout", "x", "dx", "dresidual_out", "dresidual")
-            args += (*dresidual_out, *dresidual, bias_partial, *_head_strides(names, tensors))
-        yield OpenLaunch("rmsnorm_backward", partials, config.block, args, lds["rmsnorm_backward"])
-    columns = problem.cols
+    if _row_results_bytes(problem, config):
+        entry = "rmsnorm_backward_rows"
+        lds = lds_bytes(problem, config, device)[entry]
+        for first, rows in _row_launches(problem, config):
+            args = (
+                *matrix("dout", first), *matrix("x", first), at("weight"), at("rstd", 4 * first),
+                at("workspace", 8 * first), np.int64(rows), cols, np.float32(problem.eps),
+            )  # fmt: skip
+            yield OpenLaunch(entry, -(-rows // config.rows_per_block), config.block, args, lds)
+    partial, bias_partial = _partial_rows(problem, config, device, at)
+    partials = grid_programs(problem, config, device)
+    args = (
+        *matrix("dout"), *matrix("x"), at("weight"), at("rstd"), at("workspace"), *matrix("dx"),
+        partial, np.int64(problem.tokens), cols, np.uint32(partials),
+    )  # fmt: skip
+    if problem.extras:
+        args += (*matrix("dresidual_out"), *matrix("dresidual"), bias_partial)
+    grid = column_tiles(problem, config) * partials
+    yield OpenLaunch("rmsnorm_backward_columns", grid, config.block, args)
+
+
+def _finishes(
+    problem: Problem, config: Config, device: DeviceSpec, tensors: Tensors
+) -> Iterator[OpenLaunch]:
+    """dweight and dbias from the partial rows."""
+    at, _ = _places(problem, tensors)
+    partial, bias_partial = _partial_rows(problem, config, device, at)
+    more, lds = problem.extras, lds_bytes(problem, config, device)
+    partials, columns = grid_programs(problem, config, device), problem.cols
     if more.per_head:  # a row of partial sums has all heads
-        partials, columns = partials // more.heads, problem.cols * more.heads
+        partials, columns = partials // more.heads, columns * more.heads
+    size = np.uint32(partials), np.uint32(columns)
     grid = -(-columns // finish_columns(problem))
-    early = config.finish == "early"
     if problem.need_dweight and config.finish != "last_block":
-        args = (partial, np.uint32(partials), np.uint32(columns), dweight)
-        yield OpenLaunch("rmsnorm_dweight", grid, FINISH_BLOCK, args, lds["rmsnorm_dweight"], early)
+        entry, early = "rmsnorm_dweight", config.finish == "early"
+        args = (partial, *size, at("dweight"))
+        yield OpenLaunch(entry, grid, FINISH_BLOCK, args, lds[entry], early)
     if more.bias_dtype:
-        args = (bias_partial, np.uint32(partials), np.uint32(columns), at("dbias"))
-        yield OpenLaunch("rmsnorm_dbias", grid, FINISH_BLOCK, args, lds["rmsnorm_dbias"])
+        entry = "rmsnorm_dbias"
+        args = (bias_partial, *size, at("dbias"))
+        yield OpenLaunch(entry, grid, FINISH_BLOCK, args, lds[entry])
+
+
+def _partial_rows(
+    problem: Problem, config: Config, device: DeviceSpec, at: Callable[..., Arg]
+) -> tuple[Arg, Arg]:
+    """Where the partial rows of dW and of dbias lie."""
+    of_bias = problem.extras.bias_dtype is not None
+    return (
+        at("workspace", _row_results_bytes(problem, config)),
+        at("workspace", _bias_partial_at(problem, config, device)) if of_bias else _NULL,
+    )
 
 
 def _workspace_bytes(problem: Problem, config: Config, device: DeviceSpec) -> int:

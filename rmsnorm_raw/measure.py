@@ -1,7 +1,7 @@
 """The timer: device time of a call, free of host time and of a warm cache -> Samples.
 
 What the REPL, the command line and the probes time is timed here, and the suites keep its rules on
-a clock of pytest-benchmark's (``perf/clock.py``). A sample is an event, the queue-ahead (copies of
+a clock of pytest-benchmark's (``perf/clock.py``). A shot is an event, the queue-ahead (copies of
 twice the last-level cache), an event, the call, an event; the host enqueues all of it without
 waiting. The middle event cannot fire before the queue-ahead is done. So if the host was done by
 then, the device never waited for it between the last two events:
@@ -9,12 +9,12 @@ then, the device never waited for it between the last two events:
     host time from before the first event to after the last <= device time between the first two
 
 The left side starts before the first event, not after the copy: on an idle device that event fires
-at once, and the cost of enqueueing the copy would pass for device work. A sample that fails is
-discarded and counted; where most of a batch fails, the queue-ahead is lengthened.
+at once, and the cost of enqueueing the copy would pass for device work. A shot that fails is
+discarded and counted; where most of a batch fail, the queue-ahead is lengthened.
 
-``cold``: the queue-ahead evicts the cache too; a sample is one call, or the mean of four that are
-short, for launches take turns (:mod:`rmsnorm_raw.ahead`). ``steady``: a train of calls a sample,
-over clones that together are larger than the cache.
+``cold``: the queue-ahead evicts the cache too; a sample is one shot, or the mean of four if calls
+are short, for launches take turns (:mod:`rmsnorm_raw.ahead`). ``steady``: a sample is one shot of a
+train of calls, over clones that together are larger than the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 
 from rmsnorm_raw import check, stats
-from rmsnorm_raw.ahead import TURNS, QueueAhead, calls_a_sample, means
+from rmsnorm_raw.ahead import TURNS, QueueAhead, calls_a_sample, lengthened, means
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.clones import ROTATED_CACHES, clone_plans
 from rmsnorm_raw.config import Config
@@ -45,7 +45,7 @@ Call = Callable[[], object]
 #: raise it when a time would come out otherwise than it did: times of two protocols say nothing of
 #: each other, and tuned records of an older one are not served
 TIMING_PROTOCOL = 2
-#: samples between two synchronisations: they keep the device busy, and their launches fit the 1024
+#: shots between two synchronisations: they keep the device busy, and their launches fit the 1024
 #: entries of a CUDA channel
 BATCH = 12
 #: calls of a steady sample, at least
@@ -156,7 +156,7 @@ def time_interleaved(
     max_samples: int = 1000,
     warmup_s: float = 0.025,
 ) -> list[Samples]:
-    """Device time of several operations, batch about, so that clocks and heat drift for all alike.
+    """Device time of several operations, batches by turns: clocks and heat drift for all alike.
 
     Every call runs once untimed (module load, run-time compilation, first touch); then each
     contender is sampled untimed until the device was busy with it for ``warmup_s``, since a fixed
@@ -209,7 +209,7 @@ def time_interleaved(
 
 
 class _Shot(NamedTuple):
-    """What the events and the host's clock say of one sample."""
+    """What the events and the host's clock say of one shot."""
 
     ahead_us: float  # device time of the queue-ahead
     timed_us: float  # device time of the timed calls, all together
@@ -290,25 +290,22 @@ class _Track:
         return shots
 
     def _keep_ahead(self, shots: list[_Shot]) -> None:
-        """Lengthens the queue-ahead to twice the host's time where most samples were late."""
-        late = [shot for shot in shots if shot.late_us > 0]
-        if 2 * len(late) <= len(shots):
-            return
-        host_us = stats.percentile([shot.host_us for shot in late], 50)
-        copy_us = stats.percentile([shot.ahead_us for shot in late], 50) / self._copies
-        if 2 * host_us > MAX_AHEAD_US:
-            if self._batch > 1:
-                # a call of many launches: those of a batch may fill the channel, and then the host
-                # waits for the device through no fault of the call
-                self._batch = self._copies = 1
-                return
+        """Lengthens the queue-ahead where most shots were late."""
+        times_us = [(shot.host_us, shot.ahead_us) for shot in shots]
+        copies, host_us = lengthened(self._copies, times_us)
+        if 2 * host_us <= MAX_AHEAD_US:
+            self._copies = copies
+        elif self._batch > 1:
+            # a call of many launches: those of a batch may fill the channel, and then the host
+            # waits for the device through no fault of the call
+            self._batch = self._copies = 1
+        else:
             what = "a call" if self._train == 1 else f"a train of {self._train} calls"
             raise Unmeasurable(
                 f"the host takes {host_us:.0f} us to enqueue {what}, over the limit of "
                 f"{MAX_AHEAD_US / 2:.0f} us: most likely the call waits for the device. Take the "
                 "synchronisation out of it, or time replays of a graph of it"
             )
-        self._copies = max(self._copies + 1, math.ceil(2 * host_us / copy_us))
 
 
 def _why_stop(track: _Track, budget_s: float, goal_pct: float, max_samples: int) -> str:

@@ -19,12 +19,36 @@ from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.ready import Ready, arch_of
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Forward:
-    """What :func:`rmsnorm_fwd` gives; it unpacks as ``y, rstd = ...``.
+class _Results:
+    """Arrays by name, which unpack as the first two.
 
     It is no tuple, for what takes tuples apart and rebuilds them, such as torch's tree_map, would
     drop all but those two; to that it is one object.
+    """
+
+    def _pair(self) -> tuple[Any, Any]:
+        first, second, *_ = vars(self).values()
+        return first, second
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._pair())
+
+    def __getitem__(self, index: int) -> Any:
+        return self._pair()[index]
+
+    def __repr__(self) -> str:
+        """The arrays in brief; of those beyond the pair what there is."""
+        shown = (
+            f"{name}={_brief(array)}"
+            for at, (name, array) in enumerate(vars(self).items())
+            if at < 2 or array is not None
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Forward(_Results):
+    """What :func:`rmsnorm_fwd` gives; it unpacks as ``y, rstd = ...``, and is no tuple.
 
     Attributes:
         y: of x's shape.
@@ -38,21 +62,10 @@ class Forward:
     residual_out: Any = None
     scale: Any = None
 
-    def __iter__(self) -> Iterator[Any]:
-        """The arrays y and rstd."""
-        return iter((self.y, self.rstd))
-
-    def __getitem__(self, index: int) -> Any:
-        """One of those two."""
-        return (self.y, self.rstd)[index]
-
-    def __repr__(self) -> str:
-        return _shown(self, "y", "rstd")
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Backward:
-    """What :func:`rmsnorm_bwd` gives; it unpacks as ``dx, dweight = ...``, as :class:`Forward`.
+class Backward(_Results):
+    """What :func:`rmsnorm_bwd` gives; it unpacks as ``dx, dweight = ...``, and is no tuple.
 
     Attributes:
         dx: of x's shape.
@@ -67,17 +80,6 @@ class Backward:
     dweight: Any
     dbias: Any = None
     dresidual: Any = None
-
-    def __iter__(self) -> Iterator[Any]:
-        """The arrays dx and dweight."""
-        return iter((self.dx, self.dweight))
-
-    def __getitem__(self, index: int) -> Any:
-        """One of those two."""
-        return (self.dx, self.dweight)[index]
-
-    def __repr__(self) -> str:
-        return _shown(self, "dx", "dweight")
 
 
 def rmsnorm_fwd(
@@ -295,12 +297,6 @@ def _parse(config: Config | Ready | str | None) -> Chosen:
     if config is None or isinstance(config, (Config, Ready)):
         return config
     raise InvalidConfig(repr(config), 'pass a slug, a Config, "ladder" or None')
-
-
-def _shown(result: Forward | Backward, *always: str) -> str:
-    """The name of a result's class, and its arrays in brief; None of ``always`` alone."""
-    shown = (f"{k}={_brief(v)}" for k, v in vars(result).items() if k in always or v is not None)
-    return f"{type(result).__name__}({', '.join(shown)})"
 
 
 def _brief(array: Any) -> str:

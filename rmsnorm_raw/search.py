@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from time import monotonic
 
 from rmsnorm_raw import candidates, clones, ladder, launch, space, stats, store
-from rmsnorm_raw.ahead import EVICTED_CACHES
+from rmsnorm_raw.ahead import copy_bytes
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.effort import Effort
@@ -387,7 +387,7 @@ class Search:
         """Why the rows of an end are not tried, where two clones do not fit the device; else ""."""
         device = self.device
         need = max(sum(launch.tensor_bytes(problem, c, device).values()) for c in configs)
-        need = clones.MIN_CLONES * need + 2 * EVICTED_CACHES * device.last_level_cache_bytes
+        need = clones.MIN_CLONES * need + 2 * copy_bytes(device)
         if problem.rows == self.problem.rows or not device.memory_bytes:
             return ""
         if need <= USABLE_MEMORY * device.memory_bytes:

@@ -77,7 +77,8 @@ def ring_tensors(problem: Problem) -> int:
 
 def ring_stranger(problem: Problem) -> str | None:
     """A dtype of those tensors that is not x's; a ring holds rows of one dtype."""
-    others = [problem.beside_dtype, *[problem.out_dtype] * (problem.op == "backward")]
+    dout = problem.out_dtype if problem.op == "backward" else None
+    others = (problem.beside_dtype, dout)
     return next((dtype for dtype in others if dtype not in (problem.dtype, None)), None)
 
 

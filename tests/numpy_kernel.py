@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -16,13 +16,12 @@ from rmsnorm_raw.check import Verdict
 from rmsnorm_raw.dtypes import LARGEST_FP8
 from rmsnorm_raw.gate import Case, HostEngine
 from rmsnorm_raw.gate_device import DeviceEngine
-from rmsnorm_raw.launch import Tensor
+from rmsnorm_raw.launch import Tensors
 from rmsnorm_raw.problem import Problem
 
 SEED = 7
 CHAINS = dict.fromkeys(("rstd", "y", "residual_out", "scale", "dx", "dresidual"), 16)
 CHAINS |= {"dweight": 64, "dbias": 64}
-Tensors = Mapping[str, Tensor]
 Stored = dict[str, Bits]
 Array = np.ndarray
 
@@ -159,7 +158,7 @@ class NumpyKernel:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        return check._names(self.problem)[1]
+        return self.case.outputs
 
     @property
     def case(self) -> Case:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from perf_suites import PERF, Bench, suite
 from planted_lab import FakeSteps
 from virtual_gpu import VirtualGpu, runs
 
@@ -30,7 +28,6 @@ from rmsnorm_raw.search import Search
 from rmsnorm_raw.source import Source
 
 Make = Callable[..., VirtualGpu]
-PERF = Path(__file__).resolve().parents[1] / "perf"
 
 
 @pytest.fixture
@@ -143,34 +140,15 @@ def test_the_suites_time_the_device_too_case_25(
 # ---- 26: NVIDIA/Fuser PR#1132, auto-calibrated rounds run on a warm cache ------------------------
 
 
-class Benchmark:
-    """pytest-benchmark's fixture as far as a session uses it; it knows no calibration."""
-
-    enabled, has_error = True, False
-
-    def __init__(self, timer: Callable[[], Any]) -> None:
-        self.timer = timer
-        self.asked: list[int] = []
-        self.stats = SimpleNamespace(stats=SimpleNamespace(data=[]))
-
-    def pedantic(self, target: Any, *, setup: Any, rounds: int) -> None:
-        self.asked.append(rounds)
-        for _ in range(rounds):
-            args, options = setup()
-            start = self.timer()
-            target(*args, **options)
-            self.stats.stats.data.append(self.timer() - start)
-
-
 class Suite:
     """A session of the suites in perf/ on a virtual GPU."""
 
-    def __init__(self, conftest: Any, clock: Any, gpu: VirtualGpu) -> None:
-        self.gpu, self.session = gpu, object.__new__(conftest.Session)
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self.gpu, self.session = gpu, object.__new__(suite("conftest").Session)
         self.session.backend, self.session.stream = gpu, 0
-        self.session.clock = clock.Clock(gpu)
-        self.benchmark = Benchmark(self.session.clock)
-        self.rounds = conftest.ROUNDS
+        self.session.clock = suite("clock").Clock(gpu)
+        self.benchmark = Bench(self.session.clock)
+        self.rounds = suite("conftest").ROUNDS
 
     def timed(self, device_us: float, host_us: float = 5.0) -> list[float]:
         calls = [self.gpu.call(f"clone {k}", device_us, host_us=host_us) for k in range(3)]
@@ -182,17 +160,11 @@ class Suite:
 def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[VirtualGpu], Suite]:
     pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
     monkeypatch.syspath_prepend(PERF)
-    clock = importlib.import_module("clock")
-    spec = importlib.util.spec_from_file_location("perf_conftest", PERF / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    conftest = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(conftest)
 
     def make(gpu: VirtualGpu) -> Suite:
-        for each in (clock, conftest, measure):
+        for each in (suite("clock"), suite("conftest"), measure):
             monkeypatch.setattr(each, "perf_counter", gpu.perf_counter)
-        return Suite(conftest, clock, gpu)
+        return Suite(gpu)
 
     return make
 
@@ -202,11 +174,11 @@ def test_rounds_are_fixed_and_go_over_evicted_buffers_in_turn_case_26(
     device_us: float, session: Callable[[VirtualGpu], Suite]
 ) -> None:
     """However short the call, as many rounds, and four times those; the cache is evicted first."""
-    suite = session(VirtualGpu())
-    suite.timed(device_us)
-    count = suite.rounds * (4 if device_us == 2.0 else 1)
-    assert suite.benchmark.asked == [count]
-    rounds = runs(suite.gpu.log)[-2 * count :]
+    made = session(VirtualGpu())
+    made.timed(device_us)
+    count = made.rounds * (4 if device_us == 2.0 else 1)
+    assert made.benchmark.asked == [count]
+    rounds = runs(made.gpu.log)[-2 * count :]
     assert [name for name, _ in rounds[::2]] == ["copy"] * count
     assert [name for name, _ in rounds[1::2]] == [f"clone {k % 3}" for k in range(count)]
     assert {count for name, count in rounds if name != "copy"} == {2}  # a call of two launches

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -13,10 +11,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from perf_suites import PERF, Bench, suite
 from virtual_gpu import VirtualGpu, runs
 
 from rmsnorm_raw import measure
@@ -29,21 +28,7 @@ from rmsnorm_raw.study.providers import Cell, Contender, Provider
 
 pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
 
-ROOT = Path(__file__).resolve().parents[1]
-PERF = ROOT / "perf"
-
-
-@functools.cache
-def suite(name: str) -> ModuleType:
-    """A module of perf/; its conftest under another name, for pytest has one of its own here."""
-    if name != "conftest":
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location("perf_conftest", PERF / "conftest.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+ROOT = PERF.parent
 
 
 @pytest.fixture(autouse=True)
@@ -193,26 +178,6 @@ def test_two_runs_compare_and_a_planted_slowdown_fails(tmp_path: Path) -> None:
 
 
 # ---- a session on a device of known times --------------------------------------------------------
-
-
-class Bench:
-    """What a session uses of pytest-benchmark's fixture, as its pedantic mode does it."""
-
-    enabled = True
-    has_error = False
-
-    def __init__(self, timer: Callable[[], Any]) -> None:
-        self.timer = timer
-        self.extra_info: dict[str, Any] = {}
-        self.stats = SimpleNamespace(stats=SimpleNamespace(data=[]))
-
-    def pedantic(self, target: Any, *, setup: Any, rounds: int) -> None:
-        for _ in range(rounds):
-            args, kwargs = setup()
-            start = self.timer()
-            target(*args, **kwargs)
-            end = self.timer()
-            self.stats.stats.data.append(end - start)
 
 
 PROBLEM = Problem.forward(32768, 8192, "bf16")

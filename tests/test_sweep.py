@@ -448,14 +448,14 @@ def measured(
     """A sweep of a GPU of known times."""
     opened: list[Roofline] = []
 
-    def run(contest: study.Contest, *rest: object) -> Row:
+    def row(bench: object, contest: study.Contest) -> Row:
         if contest.problem.op == stop_at:
             raise KeyboardInterrupt
         took = Samples((0.01,) * 12, "cold", "", 2)
         return contest.columns(gpu.device) | time_columns(contest.problem, PASSED, took, OPENING)
 
     gpu = VirtualGpu()
-    monkeypatch.setattr(study, "_run", run)
+    monkeypatch.setattr(study._Bench, "row", row)
     monkeypatch.setattr(
         study.bandwidth, "roofline", lambda *a, **k: opened.append(OPENING) or OPENING
     )

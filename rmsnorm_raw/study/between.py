@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
 
 from rmsnorm_raw.bandwidth import MATCHED, PROBES
 from rmsnorm_raw.stats import MIN_SAMPLES, Comparison, Outcome, compare, compare_intervals
@@ -26,7 +29,6 @@ from rmsnorm_raw.study.sections import (
     CELL,
     NONE,
     PAIR,
-    geometric_mean,
     percent,
     shown,
     value,
@@ -94,6 +96,12 @@ def comparison(before: Run, after: Run, noise: float, letters: tuple[str, str]) 
             f"{first} is of `{before.table}` and {second} of `{after.table}`: a sweep times a cell "
             "by itself, the suites in turns with its peers. Short calls differ by that."
         )
+    yield _opening_probes(before, after, letters)
+    yield from _series_by_series(before, after, noise, letters)
+
+
+def _opening_probes(before: Run, after: Run, letters: tuple[str, str]) -> Table:
+    first, second = letters
     rows = []
     for probe in PROBES:
         probes = [run.probes("opening").get(probe) for run in (before, after)]
@@ -101,35 +109,44 @@ def comparison(before: Run, after: Run, noise: float, letters: tuple[str, str]) 
         if len(speeds) == 2:
             change = f"{100 * speeds[1] / speeds[0] - 100:+.2f} %"
             rows.append([probe, *(f"{gbps:.1f}" for gbps in speeds), change])
-    yield Table("Opening probes", ("probe", f"{first} GB/s", f"{second} GB/s", "change"), rows)
+    titles = ("probe", f"{first} GB/s", f"{second} GB/s", "change")
+    return Table("Opening probes", titles, rows)
+
+
+def _series_by_series(
+    before: Run, after: Run, noise: float, letters: tuple[str, str]
+) -> Iterator[Block]:
+    """What all series come to; of ours also a plot and a table."""
+    first, second = letters
     summary, plots, tables = [], [], []
-    for op in OP_OF:
-        for one, other in shared_series(before, after):
-            table, drawn, counted = _cells(before, after, op, (one, other), noise)
-            if not table:
-                continue
-            name = shown(one) if one == other else f"{shown(one)} → {shown(other)}"
-            verdicts = Counter(verdict for verdict, _ in counted)
-            mean = geometric_mean([ratio for _, ratio in counted])
-            kinds = [str(verdicts[kind.value]) for kind in Outcome]
-            summary.append([f"{OP_OF[op]}, {name}", str(len(table)), f"{mean:.4f}", *kinds])
-            if not is_ours(one):
-                continue
-            slug = f"{second}-{first}-{op}-{one}-{other}".lower().replace(" ", "-")
-            title = f"{OP_OF[op].capitalize()}, {name}: speed of {second} over {first}"
-            plots.append(intervals(slug, title, drawn, "ratio of speeds, 95 % interval"))
-            tables.append(
-                Table(
-                    title,
-                    (
-                        CELL, f"{first} µs", f"{second} µs", "ratio", "low", "high", "verdict",
-                        f"config of {first}", f"config of {second}",
-                    ),
-                    table,
-                )
-            )  # fmt: skip
-    titles = ("", "cells", "geometric mean", *(kind.value for kind in Outcome))
-    yield Table("Verdicts, and geometric means of the ratio of speeds", titles, summary)
+    for op, (one, other) in itertools.product(OP_OF, shared_series(before, after)):
+        found = list(_changes(before, after, op, (one, other), noise))
+        if not found:
+            continue
+        name = shown(one) if one == other else f"{shown(one)} → {shown(other)}"
+        verdicts = Counter(each.verdict for each in found)
+        mean = geometric_mean(each.ratio for each in found)
+        kinds = [str(verdicts[kind]) for kind in Outcome]
+        summary.append([f"{OP_OF[op]}, {name}", str(len(found)), f"{mean:.4f}", *kinds])
+        if not is_ours(one):
+            continue
+        slug = f"{second}-{first}-{op}-{one}-{other}".lower().replace(" ", "-")
+        title = f"{OP_OF[op].capitalize()}, {name}: speed of {second} over {first}"
+        drawn = [
+            (each.cell.name, each.ratio, each.ends, KIND[each.verdict], each.verdict.value)
+            for each in found
+        ]
+        plots.append(intervals(slug, title, drawn, "ratio of speeds, 95 % interval"))
+        titles = (
+            CELL, f"{first} µs", f"{second} µs", "ratio", "low", "high", "verdict",
+            f"config of {first}", f"config of {second}",
+        )  # fmt: skip
+        tables.append(Table(title, titles, [each.row for each in found]))
+    kinds = [kind.value for kind in Outcome]
+    yield Table(
+        "Verdicts, and geometric means of the ratio of speeds",
+        ("", "cells", "geometric mean", *kinds), summary,
+    )  # fmt: skip
     if plots:
         yield Plots(plots)
         yield from tables
@@ -137,33 +154,56 @@ def comparison(before: Run, after: Run, noise: float, letters: tuple[str, str]) 
         yield Text("The two runs share no cell of ours.")
 
 
-def _cells(
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A cell that two runs have times of.
+
+    Attributes:
+        cell: which.
+        us: medians of the one and the other.
+        configs: of both.
+        found: their comparison; None where nothing is known of the spread.
+    """
+
+    cell: Cell
+    us: tuple[float, float]
+    configs: tuple[str, str]
+    found: Comparison | None
+
+    @property
+    def ratio(self) -> float:
+        """Speed of the other over the one."""
+        return self.us[0] / self.us[1]
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Of the ratio's interval."""
+        return (self.found.low, self.found.high) if self.found else None
+
+    @property
+    def verdict(self) -> Outcome:
+        return self.found.verdict if self.found else Outcome.UNCLEAR
+
+    @property
+    def row(self) -> list[str]:
+        """Of a table."""
+        before, after = self.configs
+        return [
+            self.cell.name, *(f"{us:.2f}" for us in self.us), f"{self.ratio:.4f}",
+            *((f"{end:.4f}" for end in self.ends) if self.ends else (NONE, NONE)),
+            self.verdict.value, before, after if after != before else "the same",
+        ]  # fmt: skip
+
+
+def _changes(
     before: Run, after: Run, op: str, series: tuple[str, str], noise: float
-) -> tuple[
-    list[list[str]],
-    list[tuple[str, float, tuple[float, float] | None, str, str]],
-    list[tuple[str, float]],
-]:
-    """Of one series: the table, what is drawn of it, and (verdict, ratio) a cell."""
-    table, drawn, counted = [], [], []
+) -> Iterator[_Change]:
+    """The cells in which the one run has the first series, and the other the second."""
     for cell in before.cells(op):
         one, other = before.by_key.get((cell, series[0])), after.by_key.get((cell, series[1]))
-        if not (one and other and one.us and other.us):
-            continue
-        found = compare_rows(one, other, noise)
-        verdict = found.verdict if found else Outcome.UNCLEAR
-        ratio = one.us / other.us
-        ends = (found.low, found.high) if found else None
-        table.append(
-            [
-                cell.name, f"{one.us:.2f}", f"{other.us:.2f}", f"{ratio:.4f}",
-                *((f"{end:.4f}" for end in ends) if ends else (NONE, NONE)), verdict.value,
-                one.config, other.config if other.config != one.config else "the same",
-            ]
-        )  # fmt: skip
-        drawn.append((cell.name, ratio, ends, KIND[verdict], verdict.value))
-        counted.append((verdict.value, ratio))
-    return table, drawn, counted
+        if one and other and one.us and other.us:
+            found = compare_rows(one, other, noise)
+            yield _Change(cell, (one.us, other.us), (one.config, other.config), found)
 
 
 def _across(before: Run, after: Run, letters: tuple[str, str]) -> Iterator[Block]:
@@ -204,7 +244,7 @@ def headline_rows() -> list[list[str]]:
         probe, peak = ARCHIVE_PROBE[row["host"]]
         for path, column in (("analytical", "analytical_us"), ("searched", "tuned_us")):
             us = float(row[column])
-            gbps = cell.problem.logical_bytes() / us / 1e3
+            gbps = cell.gbps(us)
             share = f"{100 * gbps / peak:.2f} % of {probe} ({peak})"
             name = f"{row['host']} {OP_OF[cell.op]}"
             rows.append([name, path, f"{us:.3f}", f"{gbps:.1f}", share])
@@ -253,8 +293,7 @@ def _beside(run: Run, op: str) -> Iterator[Block]:
     for row in archive_rows("hopper_quack_cells.csv"):
         if row["op"] == op:
             cell, (_, peak) = cell_of(row), ARCHIVE_PROBE[row["host"]]
-            us = min(float(row["analytical_us"]), float(row["tuned_us"]))
-            gbps = cell.problem.logical_bytes() / us / 1e3
+            gbps = cell.gbps(min(float(row["analytical_us"]), float(row["tuned_us"])))
             published.setdefault(cell, {})[row["host"]] = gbps, 100 * gbps / peak
     amd = {cell_of(row): row for row in archive_rows("mi355x_published.csv") if row["op"] == op}
     probes = list(dict.fromkeys((MATCHED[OP_OF[op]], "write", "2r1w")))

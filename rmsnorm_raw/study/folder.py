@@ -210,11 +210,9 @@ def code_digest() -> str:
 def identity(facts: Mapping[str, Any]) -> dict[str, object]:
     """What must be the same for rows of one table, by dotted name."""
     gpus, tools = (facts[name] for name in CLOCKS)
-    if isinstance(gpus, list):
-        gpus = [f"{gpu['name']}, driver {gpu['driver_version']}" for gpu in gpus]
     same: dict[str, Any] = {name: facts[name] for name in SAME}
-    same |= {"commit": facts["git"].get("commit"), "nvidia": gpus, "amd": tools["amd-smi static"]}
-    return dict(_flat(same))
+    same |= {"commit": facts["git"].get("commit"), "nvidia": environment.drivers(gpus)}
+    return dict(_flat(same | {"amd": tools["amd-smi static"]}))
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:

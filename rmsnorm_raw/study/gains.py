@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import geometric_mean
 
 from rmsnorm_raw.bandwidth import MATCHED
 from rmsnorm_raw.study.page import Block, Heading, Plots, Table, Text
 from rmsnorm_raw.study.plots import Plot, change, dumbbells
 from rmsnorm_raw.study.runs import OP_OF, Pair, Run, cell_of
-from rmsnorm_raw.study.sections import CELL, NONE, geometric_mean
+from rmsnorm_raw.study.sections import CELL, NONE
 
 
 def counts(pairs: Sequence[Pair], noise_pct: float) -> Counter[str]:
@@ -76,31 +77,30 @@ def tuned(run: Run, noise: float, prefix: str = "") -> Iterator[Block]:
     else:
         yield Text("No tuned config was timed beside the ladder's in this run.")
     if searches := run.searches.get("tune.csv"):
-        verdicts = Counter((row["op"], row["verdict"]) for row in searches)
-        yield Text(
-            "The searches (`tune.csv`): "
-            + "; ".join(
-                f"{OP_OF[op]}, {count} {'cell' if count == 1 else 'cells'} {verdict}"
-                for (op, verdict), count in sorted(verdicts.items())
-            )
-            + ". LADDER: no candidate was faster beyond doubt, so the ladder's config stays."
+        yield from _searches(searches)
+
+
+def _searches(rows: Sequence[Mapping[str, str]]) -> Iterator[Block]:
+    """What ``tune.csv`` says: verdicts by operation, and the configs that won."""
+    verdicts = Counter((row["op"], row["verdict"]) for row in rows)
+    yield Text(
+        "The searches (`tune.csv`): "
+        + "; ".join(
+            f"{OP_OF[op]}, {count} {'cell' if count == 1 else 'cells'} {verdict}"
+            for (op, verdict), count in sorted(verdicts.items())
         )
-        won = [row for row in searches if row["verdict"] == "TUNED"]
-        if won:
-            yield Table(
-                "What the searches found: speed over the ladder's config, and its 95 % interval",
-                (CELL, "operation", "cold", "steady", "tuned", "ladder"),
-                [
-                    [
-                        cell_of(row).name,
-                        OP_OF[row["op"]],
-                        *_ratios(row),
-                        row["config"],
-                        row["ladder"],
-                    ]
-                    for row in won
-                ],
-            )
+        + ". LADDER: no candidate was faster beyond doubt, so the ladder's config stays."
+    )
+    won = [
+        [cell_of(row).name, OP_OF[row["op"]], *_ratios(row), row["config"], row["ladder"]]
+        for row in rows
+        if row["verdict"] == "TUNED"
+    ]
+    if won:
+        yield Table(
+            "What the searches found: speed over the ladder's config, and its 95 % interval",
+            (CELL, "operation", "cold", "steady", "tuned", "ladder"), won,
+        )  # fmt: skip
 
 
 def _ratios(row: Mapping[str, str]) -> Iterator[str]:

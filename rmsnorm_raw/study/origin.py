@@ -16,9 +16,8 @@ from pathlib import Path
 
 import rmsnorm_raw
 from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
-from rmsnorm_raw.study.providers import Provider, providers
+from rmsnorm_raw.study.providers import OURS, Provider, providers
 
-OURS = "ours"
 REPOSITORY = Path(rmsnorm_raw.__file__).resolve().parents[1]
 #: what is installed is in one of these, also where a virtual environment lies in the repository,
 #: and where this package is installed itself

@@ -39,6 +39,7 @@ from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.study import peer_gate, tensors
 from rmsnorm_raw.study.tensors import Tensors
 
+OURS = "ours"
 OUTPUTS: dict[Op, tuple[str, ...]] = {"forward": ("y",), "backward": ("dx", "dweight")}
 
 Results = Sequence[Any]
@@ -129,7 +130,7 @@ def providers(*, quack_search: bool = False) -> tuple[Provider, ...]:
     """
     searched = functools.partial(_quack_searched, search=quack_search)
     return (
-        Provider("ours", "rmsnorm_raw.workbench", "rmsnorm-raw", _ours),
+        Provider(OURS, "rmsnorm_raw.workbench", "rmsnorm-raw", _ours),
         Provider("quack", "quack.rmsnorm", "quack-kernels", _quack),
         Provider("quack_searched", "quack.rmsnorm", "quack-kernels", searched),
         Provider("liger", "liger_kernel.ops.rms_norm", "liger-kernel", _liger),

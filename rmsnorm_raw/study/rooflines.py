@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -38,10 +38,12 @@ def read_roofline(device: str, facts: Mapping[str, Any]) -> Roofline:
     return Roofline(device, buffer_bytes, readings)
 
 
-def closing_facts(opening: Roofline, closing: Roofline) -> dict[str, object]:
-    """The probes at the end of a run for its JSON file, and how far they moved."""
+def closing_facts(
+    opening: Roofline, closing: Roofline, resumed: Iterable[Roofline] = ()
+) -> dict[str, object]:
+    """The probes at the end of a run for its JSON file, and how far they moved at any time."""
     return {
         "roofline_closing": roofline_facts(closing),
-        "drift_pct": opening.drift_pct(closing),
-        "suspect": opening.is_suspect(closing),
+        "drift_pct": opening.drift_pct(*resumed, closing),
+        "suspect": opening.is_suspect(*resumed, closing),
     }

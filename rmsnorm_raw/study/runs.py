@@ -55,6 +55,10 @@ class Cell:
         weight = None if self.weight == "none" else self.weight
         return build(self.m, self.n, self.act, weight_dtype=weight)
 
+    def gbps(self, us: float) -> float:
+        """Decimal GB/s of a call that takes so long."""
+        return self.problem.logical_bytes() / us / 1e3
+
     @property
     def shape(self) -> str:
         """E.g. ``32768×8192``."""
@@ -239,8 +243,7 @@ class Run:
         probe = self.probes("opening").get(MATCHED[OP_OF[cell.op]])
         if probe is None:
             return Pair(cell, *times)
-        moved = cell.problem.logical_bytes()
-        return Pair(cell, *times, *(100 * moved / us / 1e3 / probe["gbps"] for us in times))
+        return Pair(cell, *times, *(100 * cell.gbps(us) / probe["gbps"] for us in times))
 
 
 def is_ours(series: str) -> bool:
@@ -377,6 +380,5 @@ def archive_pairs(host: str, op: str) -> list[Pair]:
         if (row["host"], row["op"]) == (host, op):
             cell = cell_of(row)
             times = float(row["analytical_us"]), float(row["tuned_us"])
-            moved = cell.problem.logical_bytes()
-            found.append(Pair(cell, *times, *(100 * moved / us / 1e3 / peak for us in times)))
+            found.append(Pair(cell, *times, *(100 * cell.gbps(us) / peak for us in times)))
     return sorted(found, key=lambda pair: pair.cell.order)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import geometric_mean
 
 from rmsnorm_raw.bandwidth import DRIFT_PCT, MATCHED, PROBES
 from rmsnorm_raw.study.page import Block, Heading, Items, Plots, Table, Text
@@ -53,11 +53,6 @@ def value(number: float | None, digits: int) -> str:
 def percent(row: Timing | None, probe: str) -> float | None:
     """Of a probe, "best" or "matched"; None without a row or a percentage."""
     return row.pct.get(probe) if row else None
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of at least one number."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def environment(run: Run) -> Iterator[Block]:
@@ -278,36 +273,23 @@ def peers(run: Run, noise: float, prefix: str = "") -> Iterator[Block]:
         }
         strips = []
         for series in others:
-            inside = [ratio for cell, ratio in ratios[series].items() if cell in study]
+            inside = {cell: ratio for cell, ratio in ratios[series].items() if cell in study}
             if not inside:
                 continue
-            mean, kinds = geometric_mean(inside), Counter(change(r, noise) for r in inside)
+            mean = geometric_mean(inside.values())
+            kinds = Counter(change(ratio, noise) for ratio in inside.values())
             means.append(
                 [
                     f"{OP_OF[op]}, {shown(series)}", str(len(inside)), f"{mean:.3f}",
                     *(str(kinds[kind]) for kind in ("good", "bad", "same")),
                 ]
             )  # fmt: skip
-            dots = [(cell.name, r) for cell, r in ratios[series].items() if cell in study]
+            dots = [(cell.name, ratio) for cell, ratio in inside.items()]
             strips.append((shown(series), style(series), dots, mean))
         if strips:
             title = f"{OP_OF[op].capitalize()}: peers' time over ours"
             plots.append(ratio_strips(f"{prefix}peers-{op}", title, strips, "time over ours"))
-        rows: list[list[str]] = []
-        strong = set()
-        for cell in found:
-            line = [ratios[series].get(cell) for series in others]
-            for column, ratio in enumerate(line):
-                if ratio and change(ratio, noise) == "bad":
-                    strong.add((len(rows), 1 + column))
-            rows.append([cell.name, *(value(ratio, 3) for ratio in line)])
-        tables.append(
-            Table(
-                f"{OP_OF[op].capitalize()}, a peer's median over our best; cells where the peer is "
-                f"faster by more than {noise:g} % stand out",
-                (CELL, *map(shown, others)), rows, strong=frozenset(strong),
-            )
-        )  # fmt: skip
+        tables.append(_peer_table(op, found, ratios, noise))
     yield Table(
         "Geometric means over the study's cells; above 1 we are faster",
         (
@@ -318,6 +300,24 @@ def peers(run: Run, noise: float, prefix: str = "") -> Iterator[Block]:
     )  # fmt: skip
     yield Plots(plots)
     yield from tables
+
+
+def _peer_table(
+    op: str, cells: Sequence[Cell], ratios: Mapping[str, Mapping[Cell, float]], noise: float
+) -> Table:
+    rows: list[list[str]] = []
+    strong = set()
+    for cell in cells:
+        line = [of_peer.get(cell) for of_peer in ratios.values()]
+        for column, ratio in enumerate(line, 1):
+            if ratio and change(ratio, noise) == "bad":
+                strong.add((len(rows), column))
+        rows.append([cell.name, *(value(ratio, 3) for ratio in line)])
+    return Table(
+        f"{OP_OF[op].capitalize()}, a peer's median over our best; cells where the peer is "
+        f"faster by more than {noise:g} % stand out",
+        (CELL, *map(shown, ratios)), rows, strong=frozenset(strong),
+    )  # fmt: skip
 
 
 def _peer_ratio(run: Run, cell: Cell, series: str) -> float | None:

@@ -25,8 +25,8 @@ from rmsnorm_raw.measure import Samples
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study.cells import cells, problem_columns
 from rmsnorm_raw.study.folder import Folder, Row
-from rmsnorm_raw.study.origin import OURS, Origin
-from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
+from rmsnorm_raw.study.origin import Origin
+from rmsnorm_raw.study.providers import OURS, Cell, Provider, current_stream, providers
 from rmsnorm_raw.study.rooflines import closing_facts, read_roofline, roofline_facts
 
 PERCENT_OF = (*PROBES, "best", "matched")
@@ -88,7 +88,7 @@ class Outcome:
         """The most that a probe was off its opening figure, in percent; None on the simulator."""
         if self.opening is None or self.closing is None:
             return None
-        return max(self.opening.drift_pct(later) for later in (*self.resumed, self.closing))
+        return self.opening.drift_pct(*self.resumed, self.closing)
 
     @property
     def suspect(self) -> bool:
@@ -117,7 +117,7 @@ class Contest:
 
     def columns(self, device: DeviceSpec) -> Row:
         """Those that name it; the others are empty."""
-        return cell_columns(self.problem, self.config, device) | {
+        return cell_columns(self.problem, device) | {
             "provider": self.provider.name,
             "path": self.path,
             "version": self.provider.version,
@@ -178,8 +178,8 @@ def sweep(
         LaunchError: the device is lost; the row that lost it is written.
         WrongResult: a probe of the roofline is wrong.
     """
-    found = [look()]
-    device, simulated = backend.device, backend.device.simulated
+    looks = [look()]
+    simulated = backend.device.simulated
     problems = cells() if problems is None else problems
     chosen = providers()[:1] if chosen is None else chosen
     planned = list(contests(problems, backend, chosen))
@@ -189,7 +189,7 @@ def sweep(
     facts = {
         "command": environment.command(sys.argv),
         "backend": backend.name,
-        "device": asdict(device),
+        "device": asdict(backend.device),
         "toolchain": backend.toolchain._asdict(),
         "providers": {origin.name: origin.facts for origin in origins}
         or [provider.name for provider in chosen],
@@ -200,12 +200,11 @@ def sweep(
         "chosen_by": chosen_by,
     }
     with contextlib.closing(Folder(out_dir, COLUMNS, facts)) as folder:
-        done = {tuple(row[name] for name in KEY) for row in folder.rows}
-        left = [it for it in planned if tuple(it.columns(device)[k] for k in KEY) not in done]
-        ours = [(it.problem, it.config) for it in left if it.path]
-        build_all(ours, backend, progress)
-        found.append(look())
-        folder.record(idle=[*folder.facts.get("idle", ()), *found])
+        done = {_key(row) for row in folder.rows}
+        left = [it for it in planned if _key(it.columns(backend.device)) not in done]
+        build_all([(it.problem, it.config) for it in left if it.path], backend, progress)
+        looks.append(look())
+        folder.record(idle=[*folder.facts.get("idle", ()), *looks])
         stream = current_stream(backend) if len(chosen) > 1 else 0
         steps = len(planned) + (0 if simulated else 2)
         opening = closing = None
@@ -213,28 +212,29 @@ def sweep(
         if not simulated:
             progress(len(folder.rows), steps, "opening roofline")
             opening, resumed = _open_roofline(folder, backend, stream)
-        shared: list[Cell] = []
+        bench = _Bench(backend, stream, rows_cap, budget_s, opening)
         for contest in left:
             progress(len(folder.rows) + (not simulated), steps, str(contest))
-            folder.append(_run(contest, backend, rows_cap, opening, budget_s, stream, shared))
+            folder.append(bench.row(contest))
             if folder.rows[-1]["verdict"] not in ("PASS", "FAIL"):
                 _require_device(contest, backend, stream)
-        shared.clear()
+        bench.cell = None
+        at_the_end: dict[str, object] = {}
         if opening is not None:
             progress(steps - 1, steps, "closing roofline")
             closing = bandwidth.remeasure(opening, backend, stream=stream)
+            at_the_end = closing_facts(opening, closing, resumed)
+        folder.finish(**at_the_end)
         outcome = Outcome(
             tuple(folder.rows), rows_cap, opening, closing, folder.csv_path,
             folder.environment_path, chosen_by, tuple(resumed), tuple(folder.facts["idle"]),
         )  # fmt: skip
-        at_the_end: dict[str, object] = {}
-        if opening is not None and closing is not None:
-            at_the_end = closing_facts(opening, closing) | {
-                "drift_pct": outcome.drift_pct, "suspect": outcome.suspect,
-            }  # fmt: skip
-        folder.finish(**at_the_end)
     progress(steps, steps, "done")
     return outcome
+
+
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in KEY)
 
 
 def _open_roofline(
@@ -253,17 +253,10 @@ def _open_roofline(
     return opening, resumed
 
 
-def cell_columns(problem: Problem, config: Config, device: DeviceSpec) -> Row:
+def cell_columns(problem: Problem, device: DeviceSpec) -> Row:
     """The columns of :data:`COLUMNS` that name a cell; the others are empty."""
-    return (
-        dict.fromkeys(COLUMNS, "")
-        | problem_columns(problem)
-        | {
-            "rows_run": str(problem.rows),
-            "config": config.slug,
-            "simulated": str(device.simulated).lower(),
-        }
-    )
+    named = {"rows_run": str(problem.rows), "simulated": str(device.simulated).lower()}
+    return dict.fromkeys(COLUMNS, "") | problem_columns(problem) | named
 
 
 def time_columns(
@@ -316,55 +309,57 @@ def build_all(
     )
 
 
-def _run(
-    contest: Contest,
-    backend: Backend,
-    rows_cap: int | None,
-    opening: Roofline | None,
-    budget_s: float,
-    stream: int,
-    shared: list[Cell],
-) -> Row:
-    """The row of a contest; ``shared`` keeps the cell, whose inputs all peers work on."""
-    problem = contest.problem
-    if rows_cap is not None:
-        problem = replace(problem, rows=min(problem.rows, rows_cap))
-    row = contest.columns(backend.device) | {"rows_run": str(problem.rows)}
-    if contest.path:
-        return row | _run_ours(problem, contest.config, backend, opening, budget_s, stream)
-    if not shared or shared[0].problem != problem:
-        shared[:] = [Cell(problem, contest.config, backend, stream)]
-    try:
-        contender = contest.provider.prepare(shared[0])
-        samples = measure.time_calls(contender.calls, backend, stream=stream, budget_s=budget_s)
-    except WrongResult as error:
-        return row | {"verdict": "FAIL", "note": str(error)}
-    except Exception as error:  # noqa: BLE001 - a peer raises whatever it likes, and has a row
-        return row | {"verdict": type(error).__name__, "note": str(error) or repr(error)}
-    found = time_columns(problem, contender.verdict, samples, opening)
-    return row | found | {"config": contender.config}
+@dataclass(slots=True)
+class _Bench:
+    """What makes a row of a contest."""
+
+    backend: Backend
+    stream: int
+    rows_cap: int | None
+    budget_s: float
+    opening: Roofline | None
+    cell: Cell | None = None  # the last peer's; the next one works on its inputs too
+
+    def row(self, contest: Contest) -> Row:
+        problem = contest.problem
+        if self.rows_cap is not None:
+            problem = replace(problem, rows=min(problem.rows, self.rows_cap))
+        found = self._ours(problem, contest) if contest.path else self._peer(problem, contest)
+        return contest.columns(self.backend.device) | {"rows_run": str(problem.rows)} | found
+
+    def _ours(self, problem: Problem, contest: Contest) -> Row:
+        try:
+            kernel = workbench.build(problem, contest.config, backend=self.backend)
+            verdict = kernel.check()
+            if not verdict.passed:
+                faults = "; ".join(verdict.message.splitlines())
+                return {"verdict": "FAIL", "worst": _worst(verdict), "note": faults}
+            samples = measure.measure(
+                problem, contest.config, kernel.binary, verdict, stream=self.stream,
+                budget_s=self.budget_s,
+            )  # fmt: skip
+        except (RmsnormRawError, MemoryError) as error:
+            return _failed(error)
+        return time_columns(problem, verdict, samples, self.opening)
+
+    def _peer(self, problem: Problem, contest: Contest) -> Row:
+        if self.cell is None or self.cell.problem != problem:
+            self.cell = Cell(problem, contest.config, self.backend, self.stream)
+        try:
+            contender = contest.provider.prepare(self.cell)
+            samples = measure.time_calls(
+                contender.calls, self.backend, stream=self.stream, budget_s=self.budget_s
+            )
+        except WrongResult as error:
+            return {"verdict": "FAIL", "note": str(error)}
+        except Exception as error:  # noqa: BLE001 - a peer raises whatever it likes, and has a row
+            return _failed(error)
+        found = time_columns(problem, contender.verdict, samples, self.opening)
+        return found | {"config": contender.config}
 
 
-def _run_ours(
-    problem: Problem,
-    config: Config,
-    backend: Backend,
-    opening: Roofline | None,
-    budget_s: float,
-    stream: int,
-) -> Row:
-    try:
-        kernel = workbench.build(problem, config, backend=backend)
-        verdict = kernel.check()
-        if not verdict.passed:
-            faults = "; ".join(verdict.message.splitlines())
-            return {"verdict": "FAIL", "worst": _worst(verdict), "note": faults}
-        samples = measure.measure(
-            problem, config, kernel.binary, verdict, stream=stream, budget_s=budget_s
-        )
-    except (RmsnormRawError, MemoryError) as error:
-        return {"verdict": type(error).__name__, "note": str(error) or repr(error)}
-    return time_columns(problem, verdict, samples, opening)
+def _failed(error: Exception) -> Row:
+    return {"verdict": type(error).__name__, "note": str(error) or repr(error)}
 
 
 def _require_device(contest: Contest, backend: Backend, stream: int) -> None:

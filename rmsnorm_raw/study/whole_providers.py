@@ -25,7 +25,7 @@ from rmsnorm_raw.extras import LEAST_SCALE
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.study.providers import Contender, Provider, gated
+from rmsnorm_raw.study.providers import OURS, Contender, Provider, gated
 from rmsnorm_raw.study.tensors import Tensors, placed
 from rmsnorm_raw.study.whole_cells import WholeCell
 
@@ -37,7 +37,7 @@ Results = Mapping[str, Any]
 
 def whole_providers(problem: Problem) -> tuple[Provider, ...]:
     """Ours, then the peers that have this operation."""
-    ours = Provider("ours", "rmsnorm_raw.workbench", "rmsnorm-raw", _ours)
+    ours = Provider(OURS, "rmsnorm_raw.workbench", "rmsnorm-raw", _ours)
     quack = Provider("quack", "quack.rmsnorm", "quack-kernels", _quack)
     liger = Provider("liger", "liger_kernel.ops.fused_add_rms_norm", "liger-kernel", _liger)
     compiled = Provider("compile", "torch", "torch", _compile)

@@ -52,8 +52,7 @@ def test_both_engines_write_the_same_bytes(problem: Problem, gpu: Backend) -> No
     general = Case(problem, SEED, exact=False, zero_row=check._zero_row(problem))
     exact = [Case(problem, SEED, exact=True)] * check._has_exact_case(problem)
     for case in (general, *exact):
-        inputs, _ = check._names(problem)
-        buffers = {name: allocate(gpu, case, name, 0x7F) for name in inputs}
+        buffers = {name: allocate(gpu, case, name, 0x7F) for name in case.inputs}
         for name in set(DATA) & buffers.keys():
             buffer = buffers[name]
             written = []
