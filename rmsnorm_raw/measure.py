@@ -10,7 +10,9 @@ then, the device never waited for it between the last two events:
 
 The left side starts before the first event, not after the copy: on an idle device that event fires
 at once, and the cost of enqueueing the copy would pass for device work. A shot that fails is
-discarded and counted; where most of a batch fail, the queue-ahead is lengthened.
+discarded and counted; where most of a batch fail, the queue-ahead is lengthened. Each shot is
+waited for before the next is enqueued: with more behind it a call of 5 us took up to 1 us longer,
+some shots of a batch and not others (H200, 2026-11).
 
 ``cold``: the queue-ahead evicts the cache too; a sample is one shot, or the mean of four if calls
 are short, for launches take turns (:mod:`rmsnorm_raw.ahead`). ``steady``: a sample is one shot of a
@@ -45,8 +47,7 @@ Call = Callable[[], object]
 #: raise it when a time would come out otherwise than it did: times of two protocols say nothing of
 #: each other, and tuned records of an older one are not served
 TIMING_PROTOCOL = 2
-#: shots between two synchronisations: they keep the device busy, and their launches fit the 1024
-#: entries of a CUDA channel
+#: shots of a contender before the next one's: then it is asked whether the host keeps ahead
 BATCH = 12
 #: calls of a steady sample, at least
 TRAIN_CALLS = 100
@@ -231,7 +232,7 @@ class _Track:
         steady = regime == "steady"
         # whole rotations, so that every clone weighs the same
         self._train = len(calls) * math.ceil(TRAIN_CALLS / len(calls)) if steady else 1
-        self._batch = 1 if steady else BATCH  # two trains would not fit the channel
+        self._batch = 1 if steady else BATCH
         self._copies = 1
         self._calls_a_sample = 1 if steady else TURNS
         self._kept: list[float] = []
@@ -270,8 +271,9 @@ class _Track:
         )  # fmt: skip
 
     def _shoot(self, count: int) -> list[_Shot]:
+        """So many shots, each waited for."""
         backend, stream = self._ahead.backend, self._ahead.stream
-        pending = []
+        shots = []
         for _ in range(count):
             opened = perf_counter()
             before = backend.record(stream)
@@ -280,12 +282,9 @@ class _Track:
             for call in itertools.islice(self._rotation, self._train):
                 call()
             end = backend.record(stream)
-            pending.append((before, start, end, (perf_counter() - opened) * 1e6))
-        backend.synchronize(stream)
-        shots = [
-            _Shot(backend.elapsed_us(before, start), backend.elapsed_us(start, end), host_us)
-            for before, start, end, host_us in pending
-        ]
+            host_us = (perf_counter() - opened) * 1e6
+            timed_us = backend.elapsed_us(start, end)
+            shots.append(_Shot(backend.elapsed_us(before, start), timed_us, host_us))
         self._keep_ahead(shots)
         return shots
 
@@ -295,10 +294,6 @@ class _Track:
         copies, host_us = lengthened(self._copies, times_us)
         if 2 * host_us <= MAX_AHEAD_US:
             self._copies = copies
-        elif self._batch > 1:
-            # a call of many launches: those of a batch may fill the channel, and then the host
-            # waits for the device through no fault of the call
-            self._batch = self._copies = 1
         else:
             what = "a call" if self._train == 1 else f"a train of {self._train} calls"
             raise Unmeasurable(

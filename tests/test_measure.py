@@ -160,19 +160,23 @@ def test_cold_evicts_before_every_sample_and_rotates(make_gpu: Make) -> None:
     assert all(count == launches for _, count in sampling[1::2])
 
 
-def test_samples_are_synchronised_by_the_batch(
+def test_each_shot_is_waited_for_before_the_next(
     make_gpu: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = make_gpu()
-    copies: list[int] = []
-    wait = gpu.synchronize
-    monkeypatch.setattr(
-        gpu, "synchronize", lambda stream: (copies.append(gpu.log.count("copy")), wait(stream))
-    )
-    limits: measure.Limits = {"min_samples": 24, "max_samples": 30, "goal_pct": 0.0}
-    time_calls([gpu.call("k", 300.0)], gpu, **limits)
-    steps = [b - a for a, b in itertools.pairwise(copies)]
-    assert steps == [BATCH] * (len(steps) - 1) + [30 % BATCH]
+    idle: list[bool] = []
+    record = gpu.record
+
+    def recorded(stream: int) -> float:
+        idle.append(gpu.idle_us <= gpu.host_us)
+        return record(stream)
+
+    monkeypatch.setattr(gpu, "record", recorded)
+    time_calls([gpu.call("k", 300.0)], gpu)
+    before, start, end = idle[::3], idle[1::3], idle[2::3]
+    assert len(before) == len(end) >= 12
+    assert all(before)
+    assert not any(start + end)
 
 
 def test_first_calls_and_warm_up_are_not_sampled_and_not_in_the_budget(make_gpu: Make) -> None:
