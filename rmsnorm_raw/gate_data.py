@@ -39,6 +39,8 @@ def gate_data(
     over the row's scale, weight 1/2, 1 or 2. With rstd = 1 / scale and N a power of two every
     product and sum is exact in fp32, in any order.
 
+    In both, one weight of 16 is 0 and three are negative: no more, or the row term would vanish.
+
     Args:
         name: one of :data:`DATA`; weight and bias are one row.
         first: the first row.
@@ -60,7 +62,7 @@ def gate_data(
         if name == "x":
             values = np.where(draws & np.uint64(1), -scale, scale)
         elif name == "weight":
-            values = power_of_two((high % np.uint64(3)).astype(np.int64) - 1)
+            values = _signs(draws) * power_of_two((high % np.uint64(3)).astype(np.int64) - 1)
         else:
             values = (high % np.uint64(17)).astype(np.float64) - 8.0
             values = values / scale if name == "dresidual_out" else values
@@ -69,7 +71,7 @@ def gate_data(
     elif name == "dout":
         values = _bell(draws) + 0.5 * _bell(_draw(seed, "x", elements))
     elif name == "weight":
-        values = 1.0 + 0.125 * _bell(draws)
+        values = _signs(draws) * (1.0 + 0.125 * _bell(draws))
     elif name == "residual":
         longer = _bell(draws) + (draws & np.uint64(63)) * 2.0**-22
         values = longer * (0.25 * scale)
@@ -98,6 +100,11 @@ def _mix(z: _U64) -> _U64:
 def _draw(seed: int, name: str, elements: _U64) -> _U64:
     key = _mix(np.array([(seed + DATA.index(name) * _GOLDEN) % 2**64], np.uint64))
     return _mix(key + (elements + np.uint64(1)) * np.uint64(_GOLDEN))
+
+
+def _signs(draws: _U64) -> Floats:
+    low = draws & np.uint64(15)
+    return np.where(low == 0, 0.0, np.where(low < 4, -1.0, 1.0))
 
 
 def _bell(draws: _U64) -> Floats:

@@ -6,10 +6,11 @@ import dataclasses
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from planted import replaced
 
-from rmsnorm_raw import check
+from rmsnorm_raw import check, gate_data
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import Verdict, verify, write_inputs
 from rmsnorm_raw.config import Config
@@ -170,7 +171,7 @@ OF_ZEROS = [
         dataclasses.replace(BACKWARD, has_rstd=False),
         "rstd = reciprocal_sqrt(sum[1] * inverse_cols + eps);",
         "rstd = sum[1] > 0.0f ? reciprocal_sqrt(sum[1] * inverse_cols + eps) : 0.0f;",
-        [r"dx\[1, \d+\] is 0.0"], id="dx is 0 without a sum",
+        [r"dx\[1, \d+\] is -?0.0"], id="dx is 0 without a sum",
     ),
 ]  # fmt: skip
 
@@ -187,6 +188,45 @@ def test_a_fault_that_only_a_row_of_zeros_shows_is_found(
         assert re.search(each, verdict.message)
     monkeypatch.setattr(check, "_zero_row", lambda problem: None)
     assert verify(problem, config, binary, seed=SEED).passed
+
+
+#: right where every weight is positive
+OF_SIGNS = [
+    pytest.param(FORWARD, "out[e] *= w[e];", "out[e] *= fabsf(w[e]);", "y", id="|w|"),
+    pytest.param(
+        FORWARD, "out[e] *= w[e];", "out[e] *= w[e] == 0.0f ? 1.0f : w[e];", "y", id="0 is 1"
+    ),
+    pytest.param(
+        FORWARD, "out[e] *= w[e];", "out[e] *= fmaxf(w[e], 0.0f);", "y", id="0 is the least"
+    ),
+    pytest.param(
+        BACKWARD, "dout[e] * weight_at(w, e)", "dout[e] * fabsf(weight_at(w, e))", "dx", id="g = |w|"
+    ),
+    pytest.param(
+        BACKWARD, "dout[e] * weight_at(w, e)",
+        "dout[e] * (weight_at(w, e) == 0.0f ? 1.0f : weight_at(w, e))", "dx", id="0 is 1 in g",
+    ),
+    *(
+        pytest.param(
+            make(6, 200, "bf16", weight_offset=1.0), "w[e] + RR_WEIGHT_OFFSET",
+            "fabsf(w[e]) + RR_WEIGHT_OFFSET", output, id=f"{output} of an offset + |w|",
+        )
+        for make, output in ((Problem.forward, "y"), (Problem.backward, "dx"))
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "old", "new", "output"), OF_SIGNS)
+def test_a_fault_that_only_negative_or_zero_weights_show_is_found(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch, problem: Problem, old: str, new: str,
+    output: str,
+) -> None:  # fmt: skip
+    config, binary = built(problem, cpu64, "", old, new)
+    verdict = verify(problem, config, binary, seed=SEED)
+    assert not verdict.passed
+    assert verdict.worst[output] > 1
+    monkeypatch.setattr(gate_data, "_signs", np.ones_like)
+    assert verify(problem, config, binary, seed=SEED + 1).passed
 
 
 #: where y is stored, and where it and x lie

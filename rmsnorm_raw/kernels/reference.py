@@ -138,6 +138,8 @@ REF_FN int bell(u64 r) {
   const u64 total = (r & 0xffff) + (r >> 16 & 0xffff) + (r >> 32 & 0xffff) + (r >> 48);
   return 2 * (int)total - 262139;
 }
+// What a weight is times: one of 16 is 0, three are negative.
+REF_FN double sign_of(u64 r) { return (r & 15) == 0 ? 0.0 : (r & 15) < 4 ? -1.0 : 1.0; }
 REF_FN u32 datum(
     int tensor, int exact, u64 seed, i64 zero_row, i64 row, i64 col, i64 cols, int p) {
   if (row == zero_row) return 0;  // +0.0 in every format
@@ -151,7 +153,8 @@ REF_FN u32 datum(
     value = exact ? integer
                   : (2 * bell(r) + bell(draw(seed, TENSOR_X, element))) * power_of_two(-17);
   } else if (tensor == TENSOR_WEIGHT) {
-    value = exact ? power_of_two((int)((r >> 32) % 3) - 1) : 1.0 + bell(r) * power_of_two(-19);
+    const double part = bell(r) * power_of_two(-19);
+    value = sign_of(r) * (exact ? power_of_two((int)((r >> 32) % 3) - 1) : 1.0 + part);
   } else if (tensor == TENSOR_RESIDUAL) {  // six bits longer than x, so that the sum has to round
     value = (64 * bell(r) + (int)(r & 63)) * power_of_two(scale - 24);
   } else if (tensor == TENSOR_BIAS) {
