@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,14 @@ from rmsnorm_raw.gate import Case, HostEngine
 from rmsnorm_raw.gate_device import DeviceEngine
 from rmsnorm_raw.launch import Tensors
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.trial import Subject, bits_of
 
 SEED = 7
 CHAINS = dict.fromkeys(("rstd", "y", "residual_out", "scale", "dx", "dresidual"), 16)
 CHAINS |= {"dweight": 64, "dbias": 64}
 Stored = dict[str, Bits]
 Array = np.ndarray
+Kernel = Callable[[Tensors, int], None]  # it computes so many rows on tensors
 
 
 class NumpyKernel:
@@ -50,7 +53,8 @@ class NumpyKernel:
         self.calls = 0
         self.asked: set[str] = set()
 
-    def __call__(self, tensors: Tensors) -> None:
+    def __call__(self, tensors: Tensors, rows: int) -> None:
+        self.problem = dataclasses.replace(self.problem, rows=rows)
         self.tensors = tensors
         self.calls += 1
         results = self.forward() if self.problem.op == "forward" else self.backward()
@@ -188,7 +192,7 @@ class NumpyKernel:
         operand = case.operand(name)
         if operand.is_matrix:
             return engine._rows(case, self.tensors, name, 0, operand.rows).astype(np.float32)
-        bits = check._bits(engine, case, self.tensors, name)
+        bits = bits_of(engine, case, self.tensors, name)
         return bounds.decode(bits, operand.dtype).astype(np.float32)
 
     def write(self, name: str, stored: Bits) -> None:
@@ -209,10 +213,15 @@ def nearest(values: Array, dtype: str) -> Array:
     return bounds.decode(bounds.encode(values.astype(np.float64), dtype), dtype).astype(np.float32)
 
 
-def judge(kernel: Callable[[Tensors], None], problem: Problem, backend: Backend) -> Verdict:
-    """Both engines' verdict, which must be the same; the kernel always computes all rows."""
+def subject(kernel: Kernel) -> Subject:
+    """What the gate judges: one token is run in place."""
+    return Subject(lambda problem, tensors: kernel(tensors, problem.rows), CHAINS, {}, 1)
+
+
+def judge(kernel: Kernel, problem: Problem, backend: Backend) -> Verdict:
+    """Both engines' verdict, which must be the same."""
     verdicts = [
-        check._judge(problem, lambda _, tensors: kernel(tensors), engine(backend), CHAINS, {}, SEED)
+        check._judge(problem, subject(kernel), engine(backend), SEED)
         for engine in (HostEngine, DeviceEngine)
     ]
     assert verdicts[0].passed == verdicts[1].passed

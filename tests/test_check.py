@@ -19,9 +19,10 @@ from numpy_kernel import (
     backward,
     forward,
     judge,
+    subject,
 )
 
-from rmsnorm_raw import bounds, check
+from rmsnorm_raw import bounds, check, trial
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import Verdict, write_inputs
 from rmsnorm_raw.config import Config
@@ -33,6 +34,8 @@ from rmsnorm_raw.gate_device import DeviceEngine
 from rmsnorm_raw.guarded import allocate
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.space import grid_programs
+from rmsnorm_raw.trial import Subject, reference, write
 
 DTYPES = ("fp16", "bf16", "fp32")
 PAIRS = [(x, w) for x in DTYPES for w in (*DTYPES, None)]
@@ -128,8 +131,8 @@ def test_a_row_of_zeros_is_there_where_it_can_be(
     kernel = NumpyKernel(problem, cpu64)
     seen: list[np.ndarray] = []
 
-    def run(tensors: Tensors) -> None:
-        kernel(tensors)
+    def run(tensors: Tensors, rows: int) -> None:
+        kernel(tensors, rows)
         seen.append(kernel.read("x"))
 
     assert check._zero_row(problem) == row
@@ -284,7 +287,7 @@ def test_the_result_of_another_problem_fails(
 @pytest.mark.parametrize("dtype", [FN, FNUZ])
 def test_an_8_bit_y_that_is_not_written_fails(cpu64: Backend, dtype: str) -> None:
     problem = forward(out_dtype=dtype, scale="dynamic")
-    verdict = judge(lambda tensors: None, problem, cpu64)
+    verdict = judge(lambda tensors, rows: None, problem, cpu64)
     assert verdict.worst == dict.fromkeys(("y", "rstd", "scale"), np.inf)
 
 
@@ -323,9 +326,9 @@ def test_llama_allows_either_side_of_a_tie_and_no_more(cpu64: Backend) -> None:
     buffers = {name: allocate(cpu64, case, name, 0xFF) for name in ("x", "y", "rstd")}
     tensors = {name: buffer.tensor for name, buffer in buffers.items()}
     host = HostEngine(cpu64)
-    check._write(host, case, tensors)
+    write(host, case, tensors)
     x = host._rows(case, tensors, "x", 0, 400)
-    xhat = x * check._reference(host, case, tensors).terms[0][:, None]
+    xhat = x * reference(host, case, tensors).terms[0][:, None]
     factor = bounds.bound_factor("y", 16)
     ends = [bounds.rounded(xhat * (1 + way * factor), "bfloat16") for way in (-1, 1)]
     near = ends[0] != ends[1]
@@ -333,7 +336,7 @@ def test_llama_allows_either_side_of_a_tie_and_no_more(cpu64: Backend) -> None:
     for stored in (*ends, np.where(near, 2 * ends[1] - ends[0], ends[0])):
         kernel.tensors = tensors
         kernel.write("y", bounds.encode(stored, "bfloat16"))
-        terms = check._reference(host, case, tensors).terms
+        terms = reference(host, case, tensors).terms
         right = stored is ends[0] or stored is ends[1]
         for engine in (host, DeviceEngine(cpu64)):
             assert (engine.worst(case, tensors, "y", terms, factor).ratio <= 1) == right
@@ -369,8 +372,8 @@ def judge_with(after: Callable[[NumpyKernel], None], problem: Problem, backend: 
     """The verdict on a correct kernel that then does something else."""
     kernel = NumpyKernel(problem, backend)
 
-    def run(tensors: Tensors) -> None:
-        kernel(tensors)
+    def run(tensors: Tensors, rows: int) -> None:
+        kernel(tensors, rows)
         after(kernel)
 
     return judge(run, problem, backend)
@@ -504,26 +507,97 @@ def test_a_kernel_that_is_wrong_in_place_alone_fails(
     assert judge(NumpyKernel(problem, cpu64), problem, cpu64).passed
 
 
-def test_a_few_rows_are_run_in_place_where_all_else_is_right(cpu64: Backend) -> None:
-    problem = forward(heads=4, residual_dtype="bf16")
-    problem = dataclasses.replace(problem, rows=4 * 65)
+def judge_in_place(
+    kernel: NumpyKernel, problem: Problem, tokens: int, after: Callable[[Tensors], object]
+) -> tuple[Verdict, list[tuple[Problem, Tensors]]]:
+    """The verdict with so many tokens in place, ``after`` done there, and what was run."""
     runs: list[tuple[Problem, Tensors]] = []
-    kernel = NumpyKernel(problem, cpu64)
 
     def run(some: Problem, tensors: Tensors) -> None:
         runs.append((some, tensors))
-        kernel(tensors)
+        kernel(tensors, some.rows)
+        if len(runs) == 2:
+            after(tensors)
 
-    assert check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, SEED).passed
+    judged = Subject(run, CHAINS, {}, tokens)
+    return check._judge(problem, judged, HostEngine(kernel.backend), SEED), runs
+
+
+def test_a_few_rows_are_run_in_place_where_all_else_is_right(cpu64: Backend) -> None:
+    problem = forward(heads=4, residual_dtype="bf16")
+    kernel = NumpyKernel(problem, cpu64)
+    verdict, runs = judge_in_place(kernel, problem, 2, lambda tensors: None)
+    assert verdict.passed
     (whole, apart), (some, within) = runs
     assert whole == problem
     assert some == dataclasses.replace(problem, rows=4 * 2)
-    assert within["x"] == within["y"] == apart["y"]
-    assert within["residual"] == within["residual_out"] == apart["residual_out"]
-    runs.clear()
+    assert len({*apart.values()}) == len(apart)
+    assert within["x"] == within["y"]
+    assert within["residual"] == within["residual_out"]
     kernel.fault = "the residual is added twice"
-    assert not check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, SEED).passed
+    verdict, runs = judge_in_place(kernel, problem, 2, lambda tensors: None)
+    assert not verdict.passed
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("rows", [40, 39, 2])
+@pytest.mark.parametrize("name", ["y", "residual_out"])
+def test_a_store_beside_the_rows_in_place_fails(cpu64: Backend, name: str, rows: int) -> None:
+    """Past the last of them too, where other rows lie if all are run."""
+    problem = forward(residual_dtype="bf16")
+
+    def stray(tensors: Tensors) -> None:
+        tensor = tensors[name]
+        cpu64.from_host(tensor.address + rows * tensor.row_stride * 2, np.zeros(1, np.uint8), 0)
+
+    verdict, _ = judge_in_place(NumpyKernel(problem, cpu64), problem, rows, stray)
+    where = "y over x and residual_out over residual"
+    start = f"in place ({where}), and only there: {name}: byte "
+    assert verdict.message.startswith(start)
+    assert verdict.message.endswith("after the last row was written, outside the tensor")
+
+
+def test_an_input_that_is_changed_in_place_alone_fails(cpu64: Backend) -> None:
+    problem = forward(bias_dtype="fp32")
+
+    def overwrite(tensors: Tensors) -> None:
+        address = tensors["bias"].address + 12
+        cpu64.from_host(address, cpu64.to_host(address, 1, 0) ^ np.uint8(1), 0)
+
+    verdict, _ = judge_in_place(NumpyKernel(problem, cpu64), problem, 3, overwrite)
+    wrong = "bias[0, 3] was written, and it is an input"
+    assert verdict.message == f"in place (y over x), and only there: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("problem", "slug", "tokens"),
+    [
+        # the simulator has 4 units: so many programs, three turns for each of a block's rows
+        (forward(), "b256-t256-v16-pp-p1", 12),
+        (forward(), "b256-t256-v16-pp-p2", 24),
+        (forward(), "b256-t128-v16-lds2-p1", 24),
+        (forward(), "b256-t64-v16-pp-p1", 40),  # all
+        # 4 units for 2 heads
+        (forward(heads=2), "b64-t64-v16-pp-p1", 6),
+        # 12 programs could be, and 11 have 41 rows in as few turns
+        (dataclasses.replace(forward(), rows=41), "b64-t64-v16-pp-p3", 33),
+        (forward(), "b256-t64-v16-reg", 1),
+        (dataclasses.replace(forward(), rows=65), "b256-t64-v16-reg", 2),
+        (dataclasses.replace(forward(heads=4), rows=4 * 65), "b256-t64-v16-2p", 2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_program_goes_round_its_loop_in_place(
+    cpu64: Backend, problem: Problem, slug: str, tokens: int
+) -> None:
+    config = Config.parse(slug)
+    assert check._few_tokens(problem, config, cpu64.device) == tokens
+    if config.programs and tokens < problem.tokens:
+        few = dataclasses.replace(problem, rows=tokens * problem.extras.heads)
+        programs = grid_programs(few, config, cpu64.device)
+        assert programs == grid_programs(problem, config, cpu64.device)
+        turns = tokens * problem.extras.heads / (programs * config.rows_per_block)
+        assert turns == check.IN_PLACE_ROUNDS
 
 
 # ---- seeds, data and the verdict -----------------------------------------------------------------
@@ -541,19 +615,16 @@ def test_sums_are_taken_once_for_one_data_set_and_inputs_written_each_time(
             return original(*args)
 
         monkeypatch.setattr(HostEngine, name, counted)
-    check._references.clear()
+    trial._references.clear()
     problem = backward(cols=256)
     kernel = NumpyKernel(problem, cpu64)
-
-    def run(_: Problem, tensors: Tensors) -> None:
-        kernel(tensors)
-
+    judged = subject(kernel)
     for _ in range(3):
-        assert check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, SEED).passed
+        assert check._judge(problem, judged, HostEngine(cpu64), SEED).passed
     assert counts == {"row_sums": 2, "write": 3 * 2 * 3}  # the gate's data and the exact case's
     for seed in range(5):
-        check._judge(problem, run, HostEngine(cpu64), CHAINS, {}, seed)
-    assert len(check._references) == check.REFERENCES_KEPT
+        check._judge(problem, judged, HostEngine(cpu64), seed)
+    assert len(trial._references) == trial.REFERENCES_KEPT
 
 
 def test_write_inputs_fills_what_is_there_and_leaves_gaps_alone(cpu64: Backend) -> None:
@@ -583,7 +654,7 @@ def test_a_given_rstd_is_exact_to_the_reference(cpu64: Backend, has_rstd: bool) 
     problem = backward(has_rstd=has_rstd)
     assert judge(NumpyKernel(problem, cpu64), problem, cpu64).passed
     case = Case(problem, SEED, False, check.GIVEN_RSTD, check._zero_row(problem))
-    rstd = check._references[HostEngine, case].terms[0]
+    rstd = trial._references[HostEngine, case].terms[0]
     assert np.array_equal(rstd, rstd.astype(np.float32)) == has_rstd
 
 

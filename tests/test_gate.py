@@ -16,6 +16,7 @@ from rmsnorm_raw.gate_device import DeviceEngine
 from rmsnorm_raw.guarded import allocate
 from rmsnorm_raw.launch import Tensor
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.trial import bits_of, reference, write
 
 SEED = 0xDEAD_BEEF_0BAD_F00D  # all 64 bits count
 PAIRS = [
@@ -99,7 +100,7 @@ def test_the_float64_values_are_the_formulas(cpu64: Backend, problem: Problem) -
     case = Case(problem, SEED, exact=False, zero_row=check._zero_row(problem))
     inputs, host = Inputs(cpu64, case), HostEngine(cpu64)
     tensors = inputs.tensors
-    check._write(host, case, tensors)
+    write(host, case, tensors)
     more, shape = problem.extras, (problem.tokens, problem.extras.heads, COLS)
     values = {}
     for name in tensors:
@@ -107,13 +108,13 @@ def test_the_float64_values_are_the_formulas(cpu64: Backend, problem: Problem) -
         if operand.is_matrix:
             values[name] = host._rows(case, tensors, name, 0, operand.rows).reshape(shape)
         else:
-            stored = bounds.decode(check._bits(host, case, tensors, name), operand.dtype)
+            stored = bounds.decode(bits_of(host, case, tensors, name), operand.dtype)
             parts = (-1, COLS) if name in ("weight", "bias") else (-1, more.heads, 1)
             values[name] = stored.reshape(parts) if name != "scale" else stored
     h = values["x"] + values.get("residual", 0.0)
     w = values.get("weight", np.ones(1)) + float(np.float32(more.weight_offset))
     rstd = values.get("rstd", 1 / np.sqrt(np.square(h).mean(axis=2, keepdims=True) + problem.eps))
-    terms = check._reference(host, case, tensors).terms
+    terms = reference(host, case, tensors).terms
     np.testing.assert_allclose(terms[0], rstd.ravel(), rtol=1e-12)
     if problem.op == "forward":
         if case.cast:
@@ -163,9 +164,9 @@ def test_both_engines_name_the_same_worst_element(
     inputs = Inputs(cpu64, case, tuple(outputs))
     tensors = inputs.tensors
     engines: tuple[Engine, Engine] = (HostEngine(cpu64), DeviceEngine(cpu64))
-    check._write(engines[0], case, tensors)
-    kernel(tensors)
-    terms = check._reference(engines[0], case, tensors).terms
+    write(engines[0], case, tensors)
+    kernel(tensors, problem.rows)
+    terms = reference(engines[0], case, tensors).terms
     for name, operand in outputs.items():
         if not operand.is_matrix:
             continue

@@ -26,7 +26,7 @@ def test_tensors_are_aligned_as_promised_and_no_better(
     problem = Problem.backward(9, 24, x, weight_dtype=w, alignment=alignment)
     seen: Tensors = {}
 
-    def look(tensors: Tensors) -> None:
+    def look(tensors: Tensors, rows: int) -> None:
         nonlocal seen
         seen = tensors
 
@@ -51,7 +51,7 @@ def test_every_matrix_has_strides_of_its_own(cpu64: Backend, heads: int) -> None
     problem = forward(heads=heads, residual_dtype="bf16")
     seen: Tensors = {}
 
-    def look(tensors: Tensors) -> None:
+    def look(tensors: Tensors, rows: int) -> None:
         nonlocal seen
         seen = tensors
 

@@ -200,7 +200,8 @@ OF_SIGNS = [
         FORWARD, "out[e] *= w[e];", "out[e] *= fmaxf(w[e], 0.0f);", "y", id="0 is the least"
     ),
     pytest.param(
-        BACKWARD, "dout[e] * weight_at(w, e)", "dout[e] * fabsf(weight_at(w, e))", "dx", id="g = |w|"
+        BACKWARD, "dout[e] * weight_at(w, e)", "dout[e] * fabsf(weight_at(w, e))", "dx",
+        id="|w| in g",
     ),
     pytest.param(
         BACKWARD, "dout[e] * weight_at(w, e)",
@@ -261,6 +262,40 @@ def test_an_x_that_is_read_after_y_is_stored_is_found_in_place(
         assert verdict.passed == passes
         assert verdict.worst["y"] <= 1  # it is right out of place
     assert verdict.message.startswith("in place (y over x), and only there: y[0, ")
+
+
+#: a row that is loaded, and stored, once more when it has been stored
+STORE = "store_row(row, kept, sum_row(row, kept, area), area);"
+ONCE_MORE = f"load_row(row, kept); {STORE}"
+
+
+@pytest.mark.parametrize(
+    ("slug", "store", "again"),
+    [
+        (
+            "b256-t256-v16-pp-p1",
+            STORE + "\n  };", f"{STORE} {ONCE_MORE} }};",
+        ),
+        (
+            "b64-v16-lds2-p1", "area ^= 1;",
+            f"if (group > first + step) {{ {ONCE_MORE} }} area ^= 1;",
+        ),
+    ],
+    ids=["pp", "lds"],
+)  # fmt: skip
+def test_a_persistent_loop_that_is_wrong_in_place_alone_is_found(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch, slug: str, store: str, again: str
+) -> None:
+    """Right in the only row of a program, or in its second, and wrong in the third."""
+    problem, config = Problem.forward(64, 200, "bf16"), Config.parse(slug)
+    source = replaced(render(problem, config, cpu64.device), RESTRICT)
+    binary = build(replaced(source, (store, again)), cpu64)
+    verdict = verify(problem, config, binary, seed=SEED)
+    assert not verdict.passed
+    assert verdict.worst["y"] <= 1
+    assert verdict.message.startswith("in place (y over x), and only there: y[")
+    monkeypatch.setattr(check, "_few_tokens", lambda *args: 1)
+    assert verify(problem, config, binary, seed=SEED).passed
 
 
 def test_a_residual_that_is_read_after_residual_out_is_stored_is_found_in_place(
