@@ -18,7 +18,7 @@ from rmsnorm_raw import bounds
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bounds import Bits, Floats, Wanted, Worst
 from rmsnorm_raw.dtypes import stored_bytes
-from rmsnorm_raw.gate_data import gate_data
+from rmsnorm_raw.gate_data import ZEROED, gate_data
 from rmsnorm_raw.launch import Tensor, Tensors
 from rmsnorm_raw.problem import MATRICES, Operand, Problem
 
@@ -28,6 +28,7 @@ class Case(NamedTuple):
 
     ``given``: what the gate works out itself, backward's rstd and a static scale, is given as this
     multiple of it. ``zero_row``: this row of x, and of its residual, is zeros; None for none.
+    ``large_row``: this one is large; None for none. ``large_weights``: so is some of the weight.
     """
 
     problem: Problem
@@ -35,6 +36,8 @@ class Case(NamedTuple):
     exact: bool
     given: float = 1.0
     zero_row: int | None = None
+    large_row: int | None = None
+    large_weights: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -62,6 +65,12 @@ class Case(NamedTuple):
         _, dtype, rows, cols, _ = self.operand(name)
         heads = self.heads(name)
         return rows * heads, cols // heads, dtype
+
+    def special_rows(self, name: str) -> tuple[int | None, int | None]:
+        """The row of zeros and the large row of a tensor, as :func:`gate_data` takes them."""
+        if name == "weight":
+            return None, 0 if self.large_weights else None
+        return (self.zero_row if name in ZEROED else None), self.large_row
 
     @property
     def offset(self) -> float:
@@ -304,9 +313,10 @@ def _blocks(case: Case, name: str) -> Iterator[tuple[int, int]]:
 def _data(case: Case, name: str, first: int, last: int) -> Bits:
     """The data of some tokens."""
     (_, cols, dtype), heads = case.shape(name), case.heads(name)
+    zero_row, large_row = case.special_rows(name)
     return gate_data(
         name, first * heads, last * heads, cols, dtype, case.seed, exact=case.exact,
-        zero_row=case.zero_row,
+        zero_row=zero_row, large_row=large_row,
     )  # fmt: skip
 
 

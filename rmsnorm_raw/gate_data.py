@@ -16,13 +16,17 @@ _U64 = npt.NDArray[np.uint64]
 DATA = ("x", "dout", "weight", "residual", "bias", "dresidual_out")
 #: those of which a row may be zeros
 ZEROED = ("x", "residual")
+#: log2 of the scale of a row that is large: squares stay within fp32, and fp16 within its range
+LARGE_FP16, LARGE_OTHERS = 13, 30
+#: what some weights are times: |xhat| of 2 and more then overflows fp16
+LARGE_WEIGHT = 2.0**15
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def gate_data(
     name: str, first: int, last: int, cols: int, dtype: str, seed: int, *, exact: bool,
-    zero_row: int | None = None,
+    zero_row: int | None = None, large_row: int | None = None,
 ) -> Bits:  # fmt: skip
     """Rows first to last of an input, shape (last - first, cols), as stored bits.
 
@@ -50,13 +54,18 @@ def gate_data(
         seed: 0 <= seed < 2**64.
         exact: the exact case instead.
         zero_row: this row of x, and of the residual, is zeros instead.
+        large_row: this row's scale is large instead; of the weight, which is one row: one in 16 of
+            its elements is.
     """
     rows: _U64 = np.arange(first, last, dtype=np.uint64)[:, None]
     columns: _U64 = np.arange(cols, dtype=np.uint64)
     elements = rows * np.uint64(cols) + columns
     draws = _draw(seed, name, elements)
     # Row 0 has the smallest scale, for eps shows in no other, and a few rows have large ones too.
-    scale = power_of_two((rows * np.uint64(5) % np.uint64(13)).astype(np.int64) - 6)
+    exponents = (rows * np.uint64(5) % np.uint64(13)).astype(np.int64) - 6
+    if large_row is not None:
+        exponents[rows == large_row] = LARGE_FP16 if dtype == "float16" else LARGE_OTHERS
+    scale = power_of_two(exponents)
     if exact:
         high = draws >> np.uint64(32)
         if name == "x":
@@ -72,6 +81,8 @@ def gate_data(
         values = _bell(draws) + 0.5 * _bell(_draw(seed, "x", elements))
     elif name == "weight":
         values = _signs(draws) * (1.0 + 0.125 * _bell(draws))
+        if large_row is not None:
+            values[draws >> np.uint64(4) & np.uint64(15) == 0] *= LARGE_WEIGHT
     elif name == "residual":
         longer = _bell(draws) + (draws & np.uint64(63)) * 2.0**-22
         values = longer * (0.25 * scale)

@@ -13,7 +13,7 @@ import numpy as np
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bounds import SIGNIFICAND_BITS, Floats, Worst
 from rmsnorm_raw.gate import Case
-from rmsnorm_raw.gate_data import DATA, ZEROED
+from rmsnorm_raw.gate_data import DATA
 from rmsnorm_raw.kernels import reference as kernels
 from rmsnorm_raw.launch import Tensor, Tensors
 from rmsnorm_raw.module import build
@@ -133,11 +133,11 @@ class DeviceEngine:
         self, case: Case, name: str, tensor: Tensor
     ) -> tuple[int, tuple[np.generic, ...]]:
         rows, cols, _ = case.shape(name)
-        zero_row = -1 if case.zero_row is None or name not in ZEROED else case.zero_row
+        special = (-1 if row is None else row for row in case.special_rows(name))
         return rows, (
             *_matrix(case, {name: tensor}, name), np.int64(rows), np.int64(cols),
             np.int64(case.heads(name)), np.int32(DATA.index(name)), np.int32(case.exact),
-            np.uint64(case.seed), np.int64(zero_row),
+            np.uint64(case.seed), *map(np.int64, special),
         )  # fmt: skip
 
     def _launch(self, name: str, blocks: int, *args: np.generic) -> None:

@@ -56,6 +56,7 @@ def trial(case: Case, subject: Subject, engine: Engine) -> Found:
     faults += more
     if not faults and all(element.ratio <= 1.0 for element in worst.values()):
         faults = _in_place(case, subject, engine, wanted)
+        faults = faults or _with_a_nan(case, subject, engine, tensors)
     return worst, faults
 
 
@@ -140,6 +141,26 @@ def _in_place(case: Case, subject: Subject, engine: Engine, wanted: Reference) -
     faults += [describe(case, n, each) for n, each in worst.items() if each.ratio > 1.0]
     where = " and ".join(f"{output} over {name}" for output, name in over.items())
     return [f"in place ({where}), and only there: {fault}" for fault in faults]
+
+
+def _with_a_nan(case: Case, subject: Subject, engine: Engine, tensors: Tensors) -> list[str]:
+    """Whether a NaN in x makes one of its whole row. x and the outputs are of no use afterwards.
+
+    An 8-bit y is clamped, and in backward sums over rows need not be asked for.
+    """
+    problem = case.problem
+    name = "y" if problem.op == "forward" else "dx"
+    if case.exact or name not in case.outputs or problem.extras.scale != "none":
+        return []
+    x, dtype = tensors["x"], case.shape(name)[2]
+    nan = bounds.encode(np.full(1, np.nan), problem.dtype)
+    engine.backend.from_host(x.address, nan, engine.stream)
+    subject.run(replace(problem, rows=problem.extras.heads), tensors)
+    size_bytes = problem.cols * stored_bytes(dtype)
+    memory = engine.backend.to_host(tensors[name].address, size_bytes, engine.stream)
+    row = bounds.decode(memory.view(bounds.STORAGE[dtype]), dtype)
+    numbers = np.flatnonzero(~np.isnan(row))
+    return [f"{name}[0, {at}] is {row[at]}, though x[0, 0] is nan" for at in numbers[:1].tolist()]
 
 
 # ---- data and reference --------------------------------------------------------------------------

@@ -528,7 +528,7 @@ def test_a_few_rows_are_run_in_place_where_all_else_is_right(cpu64: Backend) -> 
     kernel = NumpyKernel(problem, cpu64)
     verdict, runs = judge_in_place(kernel, problem, 2, lambda tensors: None)
     assert verdict.passed
-    (whole, apart), (some, within) = runs
+    (whole, apart), (some, within), _ = runs  # the last is of a NaN
     assert whole == problem
     assert some == dataclasses.replace(problem, rows=4 * 2)
     assert len({*apart.values()}) == len(apart)
@@ -653,7 +653,7 @@ def test_write_inputs_fills_what_is_there_and_leaves_gaps_alone(cpu64: Backend) 
 def test_a_given_rstd_is_exact_to_the_reference(cpu64: Backend, has_rstd: bool) -> None:
     problem = backward(has_rstd=has_rstd)
     assert judge(NumpyKernel(problem, cpu64), problem, cpu64).passed
-    case = Case(problem, SEED, False, check.GIVEN_RSTD, check._zero_row(problem))
+    case = check._general_case(problem, SEED)
     rstd = trial._references[HostEngine, case].terms[0]
     assert np.array_equal(rstd, rstd.astype(np.float32)) == has_rstd
 

@@ -52,7 +52,7 @@ class Inputs:
 
 def cases(problem: Problem) -> Iterator[Case]:
     yield Case(problem, SEED, exact=False)
-    yield Case(problem, SEED, exact=False, zero_row=check._zero_row(problem))
+    yield check._general_case(problem, SEED)
     if problem.op == "backward":
         yield Case(problem, SEED, exact=True)
 
@@ -97,7 +97,7 @@ def test_both_engines_sum_alike(cpu64: Backend, problem: Problem) -> None:
 @pytest.mark.parametrize("problem", [*PLAIN, *WHOLE], ids=str)
 def test_the_float64_values_are_the_formulas(cpu64: Backend, problem: Problem) -> None:
     """Written once more, by token and head: sums, y, dx and what their bounds are made of."""
-    case = Case(problem, SEED, exact=False, zero_row=check._zero_row(problem))
+    case = check._general_case(problem, SEED)
     inputs, host = Inputs(cpu64, case), HostEngine(cpu64)
     tensors = inputs.tensors
     write(host, case, tensors)
@@ -158,8 +158,9 @@ EXACT = [replace(problem, cols=512) for problem in (*PLAIN, *WHOLE)]
 def test_both_engines_name_the_same_worst_element(
     cpu64: Backend, problem: Problem, exact: bool
 ) -> None:
-    zero_row = None if exact else check._zero_row(problem)
-    case, kernel = Case(problem, SEED, exact, 1.0, zero_row), NumpyKernel(problem, cpu64)
+    case = check._general_case(problem, SEED)._replace(given=1.0)
+    case = Case(problem, SEED, exact=True) if exact else case
+    kernel = NumpyKernel(problem, cpu64)
     outputs = {each.name: each for each in problem.operands if each.is_output}
     inputs = Inputs(cpu64, case, tuple(outputs))
     tensors = inputs.tensors

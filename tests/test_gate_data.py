@@ -115,6 +115,41 @@ def test_a_row_of_zeros_is_x_s_and_its_residual_s(name: str) -> None:
     np.testing.assert_array_equal(zeroed, full)
 
 
+@pytest.mark.parametrize(("dtype", "exponent"), [*zip(DTYPES, (13, 30, 30), strict=True)])
+@pytest.mark.parametrize("name", DATA)
+def test_a_large_row_has_another_scale(name: str, dtype: str, exponent: int) -> None:
+    usual, large = (
+        bounds.decode(gate_data(name, 3, 9, 100, dtype, SEED, exact=False, large_row=row), dtype)
+        for row in (None, 5)
+    )
+    assert np.isfinite(large).all()
+    more = {"x": 1, "residual": 1, "dresidual_out": -1}.get(name, 0) * (exponent - 6)
+    usual[2] *= 2.0**more  # the scale of row 5 is 2**6
+    if name not in ("weight", "dresidual_out"):
+        np.testing.assert_array_equal(large, usual)
+    elif name == "dresidual_out":  # subnormal in fp16
+        np.testing.assert_allclose(large, usual, rtol=0, atol=2.0**-25)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_some_of_a_large_row_s_weights_are_large(dtype: str) -> None:
+    usual, large = (
+        bounds.decode(
+            gate_data("weight", 0, 1, 8192, dtype, SEED, exact=False, large_row=row), dtype
+        )
+        for row in (None, 0)
+    )
+    more = large[usual != 0] / usual[usual != 0]
+    assert {*more} == {1, 2.0**15}
+    assert 0.05 < np.mean(more > 1) < 0.08
+    assert np.abs(large).max() < 65504
+    assert not large[usual == 0].any()
+    # signs and sizes stay what they are elsewhere
+    of_large = np.abs(usual[usual != 0][more > 1])
+    np.testing.assert_allclose([of_large.mean(), of_large.std()], [1, 0.144], atol=0.03)
+    assert (usual[usual != 0][more > 1] < 0).any()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", DATA)
 def test_every_dtype_rounds_the_same_numbers(dtype: str, name: str) -> None:

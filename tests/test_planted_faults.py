@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from planted import replaced
 
-from rmsnorm_raw import check, gate_data
+from rmsnorm_raw import check, gate_data, trial
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import Verdict, verify, write_inputs
 from rmsnorm_raw.config import Config
@@ -187,6 +187,7 @@ def test_a_fault_that_only_a_row_of_zeros_shows_is_found(
     for each in found:
         assert re.search(each, verdict.message)
     monkeypatch.setattr(check, "_zero_row", lambda problem: None)
+    monkeypatch.setattr(trial, "_with_a_nan", lambda *args: [])  # which shows some of them too
     assert verify(problem, config, binary, seed=SEED).passed
 
 
@@ -228,6 +229,70 @@ def test_a_fault_that_only_negative_or_zero_weights_show_is_found(
     assert verdict.worst[output] > 1
     monkeypatch.setattr(gate_data, "_signs", np.ones_like)
     assert verify(problem, config, binary, seed=SEED + 1).passed
+
+
+HALF = Problem.forward(40, 256, "fp16")
+HALF_BACKWARD = Problem.backward(40, 256, "fp16")
+WITHIN = "(x[e] > {most} ? {most} : x[e] < -{most} ? -{most} : x[e])"
+CLAMPED_X = ("x[e] * rstd;", f"{WITHIN} * rstd;")
+CLAMPED_Y = (
+    "if constexpr (HAS_WEIGHT) out[e] *= w[e];",
+    "out[e] *= w[e]; out[e] = out[e] > {most} ? {most} : out[e] < -{most} ? -{most} : out[e];",
+)
+#: right on numbers of an ordinary size: what is wrong, and what shows it
+OF_SIZES = [
+    pytest.param(HALF, CLAMPED_X, "1000.f", "large row", r"y\[2, \d+\]", id="x within 1000"),
+    pytest.param(FORWARD, CLAMPED_X, "65504.f", "large row", r"y\[2, ", id="bf16 x within fp16"),
+    pytest.param(
+        HALF, ("reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps)",
+        "fmaxf(reciprocal_sqrt(sum[0] * (1.0f / (float)cols) + eps), {most})"), "1e-3f",
+        "large row", r"rstd\[2, 0\] is 0.001", id="rstd of 1e-3 at least",
+    ),
+    pytest.param(
+        HALF_BACKWARD, ("- x[e] * row.rstd", f"- {WITHIN} * row.rstd"),
+        "1000.f", "large row", r"dx\[2, ", id="x within 1000 in dx",
+    ),
+    pytest.param(
+        dataclasses.replace(HALF, weight_dtype="float32"), CLAMPED_Y, "100.f", "large weights",
+        r"y\[\d+, \d+\] is -?100.0", id="y within 100",
+    ),
+    pytest.param(
+        HALF, CLAMPED_Y, "65504.f", "large weights",
+        r"y\[\d+, \d+\] is -?65504.0, want -?65536.0", id="y that overflows is the largest number",
+    ),
+    pytest.param(
+        HALF, ("x[e] * rstd;", "fmaxf(x[e] * rstd, -{most});"), "1e4f", "NaN",
+        r"^y\[0, 0\] is -\d+\.0, though x\[0, 0\] is nan$", id="a NaN is a number",
+    ),
+    pytest.param(
+        HALF, ("x[e] * rstd;", "x[e] * (rstd == rstd ? rstd : {most});"), "1.0f", "NaN",
+        r"^y\[0, 1\] is ", id="a NaN is one in one column",
+    ),
+    pytest.param(
+        HALF_BACKWARD,
+        ("- x[e] * row.rstd * row.mean", "- fmaxf(x[e] * row.rstd * row.mean, -{most})"), "1e4f",
+        "NaN", r"^dx\[0, 0\] is .*, though x\[0, 0\] is nan$", id="a NaN is a number in dx",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "fault", "most", "shown_by", "found"), OF_SIZES)
+def test_a_fault_that_only_large_numbers_or_a_nan_show_is_found(
+    cpu64: Backend, monkeypatch: pytest.MonkeyPatch, problem: Problem, fault: tuple[str, str],
+    most: str, shown_by: str, found: str,
+) -> None:  # fmt: skip
+    old, new = fault
+    config, binary = built(problem, cpu64, "", old, new.replace("{most}", most))
+    verdict = verify(problem, config, binary, seed=SEED)
+    assert not verdict.passed
+    assert re.search(found, verdict.message)
+    if shown_by == "large row":
+        monkeypatch.setattr(check, "_large_row", lambda problem: None)
+    elif shown_by == "large weights":
+        monkeypatch.setattr(gate_data, "LARGE_WEIGHT", 1.0)
+    if shown_by == "NaN" or "fmaxf" in new:  # which lets a NaN go
+        monkeypatch.setattr(trial, "_with_a_nan", lambda *args: [])
+    assert verify(problem, config, binary, seed=SEED).passed
 
 
 #: where y is stored, and where it and x lie

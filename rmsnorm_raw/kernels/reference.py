@@ -141,10 +141,13 @@ REF_FN int bell(u64 r) {
 // What a weight is times: one of 16 is 0, three are negative.
 REF_FN double sign_of(u64 r) { return (r & 15) == 0 ? 0.0 : (r & 15) < 4 ? -1.0 : 1.0; }
 REF_FN u32 datum(
-    int tensor, int exact, u64 seed, i64 zero_row, i64 row, i64 col, i64 cols, int p) {
+    int tensor, int exact, u64 seed, i64 zero_row, i64 large_row, i64 row, i64 col, i64 cols,
+    int p) {
   if (row == zero_row) return 0;  // +0.0 in every format
   const u64 element = (u64)(row * cols + col), r = draw(seed, tensor, element);
-  const int scale = (int)(row * 5 % 13) - 6;  // of the row, a power of two
+  const bool large = row == large_row;
+  const int usual = (int)(row * 5 % 13) - 6;
+  const int scale = !large ? usual : p == 11 ? 13 : 30;  // of the row, a power of two
   const double integer = (double)((int)((r >> 32) % 17) - 8);
   double value;
   if (tensor == TENSOR_X) {
@@ -155,6 +158,7 @@ REF_FN u32 datum(
   } else if (tensor == TENSOR_WEIGHT) {
     const double part = bell(r) * power_of_two(-19);
     value = sign_of(r) * (exact ? power_of_two((int)((r >> 32) % 3) - 1) : 1.0 + part);
+    if (large && (r >> 4 & 15) == 0) value *= 32768.0;
   } else if (tensor == TENSOR_RESIDUAL) {  // six bits longer than x, so that the sum has to round
     value = (64 * bell(r) + (int)(r & 63)) * power_of_two(scale - 24);
   } else if (tensor == TENSOR_BIAS) {
@@ -225,9 +229,9 @@ REF_FN void judge(
 
 REF_KERNEL reference_write(
     void* data, i64 data_stride, i64 data_head_stride, int p, i64 rows, i64 cols, i64 heads,
-    int tensor, int exact, u64 seed, i64 zero_row) {
+    int tensor, int exact, u64 seed, i64 zero_row, i64 large_row) {
   EACH_ELEMENT(row, rows, col, cols) {
-    const u32 bits = datum(tensor, exact, seed, zero_row, row, col, cols, p);
+    const u32 bits = datum(tensor, exact, seed, zero_row, large_row, row, col, cols, p);
     const i64 at = PLACE(data, row, col);
     if (p == 24) {
       ((u32*)data)[at] = bits;
@@ -240,11 +244,11 @@ REF_KERNEL reference_write(
 // Leaves a record of an element that is no longer what reference_write wrote, as bits.
 REF_KERNEL reference_changed(
     MATRIX(data), i64 rows, i64 cols, i64 heads, int tensor, int exact, u64 seed, i64 zero_row,
-    double* records) {
+    i64 large_row, double* records) {
   Worst worst = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
   EACH_ELEMENT(row, rows, col, cols) {
     const u32 got = load_bits(data, PLACE(data, row, col), data_p);
-    const u32 want = datum(tensor, exact, seed, zero_row, row, col, cols, data_p);
+    const u32 want = datum(tensor, exact, seed, zero_row, large_row, row, col, cols, data_p);
     if (got != want) keep_worse(worst, infinity(), row, col, got, want, 0.0);
   }
   leave(worst, records);
