@@ -11,8 +11,11 @@ float64 reference and the bounds of :mod:`rmsnorm_raw.bounds`. Beyond the number
   used workspace;
 * a row of zeros, which there is from three tokens on, has rstd = eps^-1/2, y = bias, dx = g * rstd
   and, without a bias, the least scale of an 8-bit y;
+* a row of large x, which there is from four tokens on, is right too, and so is a large y of
+  forward, up to infinity in fp16;
 * forward is right in place too, y over x and residual_out over the residual where their dtypes
-  agree: a few rows are run so, last of all;
+  agree: a few rows are run so, of which each persistent program has three;
+* a NaN in x makes a row of y, or of dx, NaN: the last run of all, of one token;
 * backward is bit-equal to the reference on data that no fp32 sum has to round;
 * an 8-bit y is right both where a given scale has many elements clamped and where many are
   subnormal.

@@ -146,8 +146,7 @@ REF_FN u32 datum(
   if (row == zero_row) return 0;  // +0.0 in every format
   const u64 element = (u64)(row * cols + col), r = draw(seed, tensor, element);
   const bool large = row == large_row;
-  const int usual = (int)(row * 5 % 13) - 6;
-  const int scale = !large ? usual : p == 11 ? 13 : 30;  // of the row, a power of two
+  const int scale = large ? (p == 11 ? 13 : 30) : (int)(row * 5 % 13) - 6;  // log2 of the row's
   const double integer = (double)((int)((r >> 32) % 17) - 8);
   double value;
   if (tensor == TENSOR_X) {
@@ -156,9 +155,8 @@ REF_FN u32 datum(
     value = exact ? integer
                   : (2 * bell(r) + bell(draw(seed, TENSOR_X, element))) * power_of_two(-17);
   } else if (tensor == TENSOR_WEIGHT) {
-    const double part = bell(r) * power_of_two(-19);
-    value = sign_of(r) * (exact ? power_of_two((int)((r >> 32) % 3) - 1) : 1.0 + part);
-    if (large && (r >> 4 & 15) == 0) value *= 32768.0;
+    value = exact ? power_of_two((int)((r >> 32) % 3) - 1) : 1.0 + bell(r) * power_of_two(-19);
+    value *= sign_of(r) * (large && (r >> 4 & 15) == 0 ? 32768.0 : 1.0);
   } else if (tensor == TENSOR_RESIDUAL) {  // six bits longer than x, so that the sum has to round
     value = (64 * bell(r) + (int)(r & 63)) * power_of_two(scale - 24);
   } else if (tensor == TENSOR_BIAS) {
