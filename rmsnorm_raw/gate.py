@@ -313,11 +313,20 @@ def _blocks(case: Case, name: str) -> Iterator[tuple[int, int]]:
 def _data(case: Case, name: str, first: int, last: int) -> Bits:
     """The data of some tokens."""
     (_, cols, dtype), heads = case.shape(name), case.heads(name)
-    zero_row, large_row = case.special_rows(name)
-    return gate_data(
-        name, first * heads, last * heads, cols, dtype, case.seed, exact=case.exact,
-        zero_row=zero_row, large_row=large_row,
-    )  # fmt: skip
+    rows, special = (first * heads, last * heads), case.special_rows(name)
+    return _kept_data(name, *rows, cols, dtype, case.seed, case.exact, *special)
+
+
+@lru_cache(maxsize=8)  # written, looked at, and both again in place; a block is 4 MB at most
+def _kept_data(
+    name: str, first: int, last: int, cols: int, dtype: str, seed: int, exact: bool,
+    zero_row: int | None, large_row: int | None,
+) -> Bits:  # fmt: skip
+    data = gate_data(
+        name, first, last, cols, dtype, seed, exact=exact, zero_row=zero_row, large_row=large_row
+    )
+    data.flags.writeable = False
+    return data
 
 
 def _over(want: Wanted, scales: Floats) -> Wanted:
