@@ -19,13 +19,13 @@ from rmsnorm_raw.cli import app
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.stats import Outcome
 from rmsnorm_raw.study import between, report
+from rmsnorm_raw.study.files import read_run
 from rmsnorm_raw.study.gains import counts as count_pairs
 from rmsnorm_raw.study.runs import (
     ARCHIVE_PROBE,
     archive_pairs,
     archive_rows,
     cell_of,
-    read_run,
     study_cells,
 )
 

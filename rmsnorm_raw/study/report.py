@@ -17,13 +17,14 @@ from string import ascii_uppercase as LETTERS
 
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.study import between, gains, page, sections
+from rmsnorm_raw.study.files import digest, read_run
 from rmsnorm_raw.study.page import Block, Heading, Plots, Table, Text
-from rmsnorm_raw.study.runs import ARCHIVES, OP_OF, Run, archive_bytes, digest, read_run
+from rmsnorm_raw.study.runs import ARCHIVES, OP_OF, Run, archive_bytes
 
 #: what makes a page. A change elsewhere that moves a figure shows when the page is made again
 CODE = (
-    "between.py", "gains.py", "page.py", "plots.py", "report.py", "runs.py", "sections.py",
-    "theme.py",
+    "between.py", "files.py", "gains.py", "page.py", "plots.py", "report.py", "runs.py",
+    "sections.py", "theme.py",
 )  # fmt: skip
 NOISE_PCT = 1.0
 META = "rmsnorm-raw-sources"
@@ -67,7 +68,17 @@ class Report:
             ) from error
 
     def faults(self) -> list[str]:
-        """Why the files in the folder are not these; empty if they are."""
+        """Why the files in the folder are not these; empty if they are.
+
+        Raises:
+            InvalidInput: one of them cannot be read.
+        """
+        try:
+            return self._faults()
+        except OSError as error:
+            raise InvalidInput(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    def _faults(self) -> list[str]:
         found = []
         for name, content in self.files.items():
             path = self.folder / name

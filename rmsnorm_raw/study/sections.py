@@ -82,7 +82,7 @@ def _version(lines: object) -> object:
     """Of what a tool says of itself the line with its version; the rest is of rights and dates."""
     if not isinstance(lines, list):
         return lines
-    return next((line for line in lines if re.search(r"\d\.\d", line)), lines[:1])
+    return next((line for line in lines if re.search(r"\d\.\d", str(line))), lines[:1])
 
 
 def _said(fact: object) -> str:
