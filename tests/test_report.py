@@ -443,6 +443,34 @@ def test_short_calls_of_two_timing_protocols_are_not_compared(
     assert text.count("launch's turn") == said
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"verdict": "FAIL", "note": "y is wrong"}, "FAIL, y is wrong; its time of 0.5 µs"),
+        ({"verdict": "FAIL", "note": ""}, "FAIL, its time of 0.5 µs does not count"),
+        ({"median_us": ""}, "PASS, 60 rounds"),
+    ],
+)
+def test_a_row_without_a_median_or_a_pass_has_no_figure(
+    tmp_path: Path, change: Row, said: str
+) -> None:
+    rows = some_rows("ours", "quack")
+    index = next(i for i, row in enumerate(rows) if row["provider"] == "ours")
+    was = rows[index]
+    rows[index] = was | {"median_us": "0.5", "pct_matched": "999", "note": "60 rounds"} | change
+    folder = write_run(tmp_path, rows)
+    (row,) = (row for row in read_run(folder).timings if row.us is None)
+    assert not any((row.interval_us, row.gbps, row.pct, row.times_us))
+    made = report.make([folder])
+    assert f"- ours, {row.cell}: {said}" in made.files["report.md"]
+    assert not any("999" in text for name, text in made.files.items() if name.endswith(".svg"))
+    op = {"fwd": "Forward", "bwd": "Backward"}[was["op"]]
+    table = {line["rows×columns x/weight"]: line for line in table_of(made, f"{op}, medians")}
+    line = table[row.cell.name]
+    assert line["ours µs"] == row.verdict
+    assert line["our best GB/s"] == line["our best config"] == "–"
+
+
 @pytest.mark.parametrize("cut", [20, 3000])  # in the last row's samples; in the row before
 def test_a_killed_sweeps_last_piece_is_left_out_and_named(run_folder: Path, cut: int) -> None:
     whole = read_run(run_folder)

@@ -125,7 +125,7 @@ def _timing(row: Row) -> Timing:
     }
     samples = row.get("times_us", "").split()
     times = [figure({"times_us": each}, "times_us", TIME_US) for each in samples]
-    return Timing(
+    timing = Timing(
         cell=cell,
         series=f"{name} {path}".strip() if name == OURS else name,
         config=row["config"],
@@ -139,6 +139,14 @@ def _timing(row: Row) -> Timing:
         times_us=tuple(each for each in times if each),
         note=row.get("note", ""),
     )
+    return timing if timing.us and verdict == "PASS" else _without_time(timing)
+
+
+def _without_time(timing: Timing) -> Timing:
+    """No figure of a row that has no median or is no PASS; a median that stands there is told."""
+    said = f"its time of {timing.us:g} µs does not count" if timing.us else ""
+    note = "; ".join(filter(None, (timing.note, said)))
+    return replace(timing, us=None, interval_us=None, gbps=None, pct={}, times_us=(), note=note)
 
 
 def _searched(row: Row) -> Row:
