@@ -18,11 +18,12 @@ import rmsnorm_raw
 from rmsnorm_raw.cli import app
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.stats import Outcome
-from rmsnorm_raw.study import between, report
+from rmsnorm_raw.study import archives, report
 from rmsnorm_raw.study.files import read_run
 from rmsnorm_raw.study.gains import counts as count_pairs
 from rmsnorm_raw.study.runs import (
     ARCHIVE_PROBE,
+    PAIRS,
     archive_pairs,
     archive_rows,
     cell_of,
@@ -124,7 +125,7 @@ def test_the_archives_medians_give_the_published_headline() -> None:
         ("H200 backward", "searched", "407.120", "3956.5"),
         ("H100 backward", "searched", "540.608", "2979.6"),
     }
-    rows = between.headline_rows()
+    rows = archives.headline_rows()
     assert len(rows) == 8  # 2 hosts, 2 operations, 2 paths
     assert published <= {tuple(row[:4]) for row in rows}
     percents = {tuple(row[:2]): row[4] for row in rows}
@@ -579,6 +580,105 @@ def test_the_noise_is_stated_and_decides(tmp_path: Path) -> None:
     assert command(*folders, "--check", "--noise", "5")[0] == 0
 
 
+def between_of(made: report.Report) -> str:
+    """The section of two runs."""
+    return made.files["comparison.md"].partition("## B against A")[2].partition("## A: ")[0]
+
+
+def capped(rows: Iterable[Row], most: int) -> list[Row]:
+    return [row | {"rows_run": str(min(int(row["m"]), most))} for row in rows]
+
+
+def failed(rows: Iterable[Row]) -> list[Row]:
+    names = {"median_us", "low_us", "high_us", "times_us", "gbps"}
+    return [
+        {name: "" if name in names or "pct_" in name else text for name, text in row.items()}
+        | {"verdict": "FAIL", "note": "y is wrong"}
+        for row in rows
+    ]
+
+
+def test_cells_of_which_other_rows_were_run_have_no_verdict(tmp_path: Path) -> None:
+    rows = some_rows("ours")
+    before = write_run(tmp_path / "before", rows)
+    after = write_run(tmp_path / "after", capped(scaled(rows, 0.1), 4096))
+    made = report.make([before, after])
+    found = verdicts(made, "Forward, ours: speed")
+    assert set(found) == {f"4096×4096 {pair}" for pair in PAIRS}
+    (summary, _) = table_of(made, "Verdicts")
+    assert (summary["cells"], summary["FASTER"], summary["not compared"]) == ("5", "5", "10")
+    items = re.findall("^- (.+)$", between_of(made), re.MULTILINE)
+    assert items[0].startswith("forward, ours: A ran 32768 rows and B ran 4096 rows, 10 cells: 32")
+    assert len(items) == 2  # and backward's
+
+
+def test_two_runs_of_as_few_rows_are_compared(tmp_path: Path) -> None:
+    rows = capped(some_rows("ours"), 1024)
+    folders = [write_run(tmp_path / name, rows) for name in ("before", "after")]
+    made = report.make(folders)
+    assert [row["not compared"] for row in table_of(made, "Verdicts")] == ["0", "0"]
+    assert "Not compared" not in between_of(made)
+
+
+def test_a_capped_run_stands_beside_no_published_figure(tmp_path: Path) -> None:
+    whole = some_rows("ours")
+    made = report.make([write_run(tmp_path, capped(whole, 4096))])
+    for line in table_of(made, "Forward: our best of"):
+        cell = line["rows×columns x/weight"]
+        figures = {text for title, text in line.items() if title.startswith("this run ")}
+        assert (figures != {"–"}) == cell.startswith("4096×4096 "), cell
+    assert made.files["report.md"].count("Of 10 cells this run ran fewer rows") == 2
+    none = report.make([write_run(tmp_path, whole)])
+    assert "fewer rows" not in none.files["report.md"]
+
+
+@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("other", [False, True], ids=["one device", "two"])
+def test_a_cell_that_lost_its_time_is_told(tmp_path: Path, later: bool, other: bool) -> None:
+    rows = some_rows("ours")
+    lost = [row for row in rows if row["n"] == "8192"]
+    gone = [row for row in rows if row["n"] == "1024"]
+    rest = [row for row in rows if row["n"] == "4096"]
+
+    def change(facts: dict[str, Any]) -> None:
+        facts["device"]["name"] = "AMD Instinct MI355X" if other else "NVIDIA H200"
+
+    folders = [
+        write_run(tmp_path / "a", rows),
+        write_run(tmp_path / "b", [*rest, *failed(lost)], change=change),
+    ]
+    assert len(lost) == len(gone) == 10
+    made = report.make(folders if later else folders[::-1])
+    letter = "B" if later else "A"
+    name = "forward" if other else "forward, ours"
+    text = between_of(made)
+    for said, n in ((f"{letter} has FAIL and no time", 8192), (f"{letter} has no row", 1024)):
+        cells = ", ".join(f"32768×{n} {pair}" for pair in PAIRS)
+        assert f"\n- {name}: {said}, 5 cells: {cells}\n" in text
+    if not other:
+        (summary, _) = table_of(made, "Verdicts")
+        assert (summary["cells"], summary["not compared"]) == ("5", "10")
+
+
+def test_a_run_in_which_every_cell_failed_has_no_ratio(tmp_path: Path) -> None:
+    rows = some_rows("ours")
+    folders = [write_run(tmp_path / "a", rows), write_run(tmp_path / "b", failed(rows))]
+    made = report.make(folders)
+    (summary, _) = table_of(made, "Verdicts")
+    assert (summary["cells"], summary["geometric mean"]) == ("0", "–")
+    assert summary["not compared"] == "15"
+    assert "no cell of ours to compare" in between_of(made)
+    both = report.make([folders[1], write_run(tmp_path / "c", failed(rows))])
+    assert table_of(both, "Verdicts") == []  # none lost a time: each run's own sections tell
+
+
+def test_a_provider_of_one_run_alone_is_told(tmp_path: Path) -> None:
+    both = write_run(tmp_path / "a", some_rows())
+    ours = write_run(tmp_path / "b", some_rows("ours"))
+    assert "- quack: B has no row of it" in between_of(report.make([both, ours]))
+    assert "- quack: A has no row of it" in between_of(report.make([ours, both]))
+
+
 def test_a_path_is_compared_with_a_run_that_has_none(tmp_path: Path) -> None:
     before = write_run(tmp_path / "before", some_rows())
     after = write_run(tmp_path / "after", with_paths(some_rows(), 0.9), "sweep.csv")
@@ -587,6 +687,8 @@ def test_a_path_is_compared_with_a_run_that_has_none(tmp_path: Path) -> None:
     assert summary["forward, ours → ours tuned"]["FASTER"] == "15"
     assert summary["forward, ours → ours ladder"]["FASTER"] == "0"
     assert summary["forward, quack"]["cells"] == "15"  # a control
+    assert "backward, ours → ours tuned" not in summary  # no record is no loss
+    assert {row["not compared"] for row in summary.values()} == {"0"}
     assert "a sweep times a cell by itself" in made.files["comparison.md"]
 
 

@@ -16,15 +16,15 @@ from pathlib import Path
 from string import ascii_uppercase as LETTERS
 
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.study import between, gains, page, sections
+from rmsnorm_raw.study import archives, between, gains, page, sections
 from rmsnorm_raw.study.files import digest, read_run
 from rmsnorm_raw.study.page import Block, Heading, Plots, Table, Text
 from rmsnorm_raw.study.runs import ARCHIVES, OP_OF, Run, archive_bytes
 
 #: what makes a page. A change elsewhere that moves a figure shows when the page is made again
 CODE = (
-    "between.py", "files.py", "gains.py", "page.py", "plots.py", "report.py", "runs.py",
-    "sections.py", "theme.py",
+    "archives.py", "between.py", "files.py", "gains.py", "page.py", "plots.py", "report.py",
+    "runs.py", "sections.py", "theme.py",
 )  # fmt: skip
 NOISE_PCT = 1.0
 META = "rmsnorm-raw-sources"
@@ -208,7 +208,7 @@ def _blocks(
         yield from between.comparison(runs[0], run, noise, ("A", LETTERS[number]))
     for letter, run in zip(_letters(runs), runs, strict=True):
         yield from _run_blocks(run, letter, noise)
-    yield from between.archives(runs[-1], noise)
+    yield from archives.archives(runs[-1], noise)
     yield from sections.glossary(noise)
     yield Heading(2, "Sources")
     yield Text(
