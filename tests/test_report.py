@@ -828,3 +828,22 @@ def test_a_folder_that_cannot_be_written_is_an_error(run_folder: Path, tmp_path:
     code, said = command(run_folder, "--out", tmp_path / "file" / "below")
     assert code == 2
     assert "cannot be written" in said
+
+
+def test_on_a_full_disk_the_old_page_stays(run_folder: Path) -> None:
+    assert command(run_folder)[0] == 0
+    before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    edit(run_folder / "perf.csv", "373.184", "363.184")
+    before[run_folder / "perf.csv"] = (run_folder / "perf.csv").read_bytes()
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+        "from rmsnorm_raw.cli import app; app()"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, "report", str(run_folder)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": package_folder(), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert found.returncode == 2, found.stderr
+    assert "What was there stays" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()} == before

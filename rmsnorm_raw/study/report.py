@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
 
+from rmsnorm_raw import environment
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.study import archives, between, gains, page, sections
 from rmsnorm_raw.study.files import digest, read_run
@@ -50,21 +51,19 @@ class Report:
         return plots_folder(self.stem)
 
     def write(self) -> None:
-        """Write all files; plots that are no longer made are removed.
+        """Write all files, then put them in place; plots that are no longer made are removed.
 
         Raises:
-            InvalidInput: the folder cannot be written.
+            InvalidInput: the folder cannot be written; a page that was there is whole.
         """
         try:
-            (self.folder / self.plots_folder).mkdir(parents=True, exist_ok=True)
-            for name, content in self.files.items():
-                (self.folder / name).write_bytes(content.encode())
+            environment.replace_texts({self.folder / n: text for n, text in self.files.items()})
             for name in self._left_over():
                 (self.folder / name).unlink()
         except OSError as error:
             raise InvalidInput(
-                f"the report cannot be written to {self.folder}: {error.strerror}; give a folder "
-                "that you can write with --out"
+                f"the report cannot be written to {self.folder}: {error.strerror}. What was there "
+                "stays; make room, or give a folder that you can write with --out"
             ) from error
 
     def faults(self) -> list[str]:
