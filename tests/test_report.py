@@ -847,3 +847,13 @@ def test_on_a_full_disk_the_old_page_stays(run_folder: Path) -> None:
     assert "What was there stays" in found.stderr
     assert "Traceback" not in found.stderr
     assert {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("noise", ["inf", "1e400", "nan", "-1", "-inf"])
+def test_a_noise_that_is_no_percentage_is_refused(run_folder: Path, noise: str) -> None:
+    code, said = command(run_folder, "--noise", noise)
+    assert code == 2
+    assert "--noise" in said
+    assert not list(run_folder.glob("report*"))
+    with pytest.raises(InvalidInput, match="--noise"):
+        report.make([run_folder], noise_pct=float(noise))

@@ -7,6 +7,7 @@ So a page is checked by making it again; digests in its head say which of its so
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -146,8 +147,8 @@ def make(
     Raises:
         InvalidInput: a folder is no run, or two are the same.
     """
-    if noise_pct < 0:
-        raise InvalidInput(f"--noise {noise_pct:g}: it must be >= 0 percent")
+    if not 0 <= noise_pct < math.inf:
+        raise InvalidInput(f"--noise {noise_pct:g}: it must be a number of percent, 0 or more")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise InvalidInput("a run cannot be compared with itself: name each folder once")
     if len(folders) > len(LETTERS):
