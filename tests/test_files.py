@@ -112,6 +112,25 @@ def test_a_row_of_other_fields_than_titles_is_refused(run_folder: Path, fields: 
     is_refused(run_folder, f"{path}, line 4, row 3")
 
 
+@pytest.mark.parametrize("last", ["note", "times_us"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_quote_too_many_takes_no_rows_away(tmp_path: Path, last: str, closed: bool) -> None:
+    every = some_rows("ours")
+    columns = [*(name for name in every[0] if name != last), last]
+    rows = [{name: row[name] for name in columns} for row in every]
+    if last == "note":
+        rows[1]["note"] = "a note\nof two lines, fwd,bwd"
+        if closed:
+            rows[9]["note"] = "one, quoted"
+    folder = write_run(tmp_path, rows)
+    assert len(read_run(folder).timings) == len(rows)
+    lines = (folder / "perf.csv").read_bytes().split(b"\r\n")
+    before, comma, after = lines[3].rpartition(b",")
+    lines[3] = before + comma + b'"' + after
+    (folder / "perf.csv").write_bytes(b"\r\n".join(lines))
+    is_refused(folder, "perf.csv, line", "a quote is missing or too many")
+
+
 def test_a_column_that_stands_twice_is_refused(run_folder: Path) -> None:
     path = run_folder / "perf.csv"
     path.write_bytes(path.read_bytes().replace(b"p10_us", b"low_us", 1))

@@ -7,14 +7,24 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rmsnorm_raw.bandwidth import PROBES
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.study.runs import ENVIRONMENT, OURS, TABLES, Cell, Run, Timing, cell_of, count
+from rmsnorm_raw.study.runs import (
+    ENVIRONMENT,
+    OP_OF,
+    OURS,
+    TABLES,
+    Cell,
+    Run,
+    Timing,
+    cell_of,
+    count,
+)
 
 T = TypeVar("T")
 Row = Mapping[str, str]
@@ -184,6 +194,12 @@ def table(
     """
     records = list(_records(path, data))
     (_, head), rows = records[0] if records else (1, []), records[1:]
+    for line, fields in rows:
+        if any(_has_rows(field, head) for field in fields):
+            raise InvalidInput(
+                f"{path}, line {line}: a quote is missing or too many, and takes in the next row: "
+                f"{MEND}"
+            )
     torn = bool(rows) and (not data.endswith(b"\n") or len(rows[-1][1]) < len(head))
     if torn:
         del rows[-1]
@@ -202,6 +218,12 @@ def table(
     except ValueError as error:
         raise InvalidInput(f"{path}, {place}, cannot be read: {error}: {MEND}") from error
     return found, torn
+
+
+def _has_rows(field: str, head: Sequence[str]) -> bool:
+    """Whether a later line of a field names a cell, as a row does; notes have lines too."""
+    lines = (dict(zip(head, line.split(","), strict=False)) for line in field.splitlines()[1:])
+    return any(line.get("op") in OP_OF and line.get("m", "").isdigit() for line in lines)
 
 
 def _records(path: Path, data: bytes) -> Iterator[tuple[int, list[str]]]:
