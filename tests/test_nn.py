@@ -517,7 +517,7 @@ def test_without_torch_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['torch'] = None; import rmsnorm_raw as rr; rr.nn"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "pip install 'rmsnorm-raw[torch]'" in done.stderr.splitlines()[-1]
+    assert 'pip install -e ".[torch]"' in done.stderr.splitlines()[-1]
 
 
 def test_negated_views_count_with_their_sign(backend: str) -> None:
