@@ -213,6 +213,7 @@ class Session:
             "command": environment.command(["pytest", *self._args]),
             "backend": self.backend.name,
             "device": asdict(self.backend.device),
+            "timing_protocol": measure.TIMING_PROTOCOL,
             "simulated": self.simulated,
             "beyond": self.beyond,
             "providers": {p.name: p.missing() or f"{p.module} {p.version}" for p in self.providers},

@@ -359,6 +359,7 @@ def main() -> int:
     held, absent = findings(rows), missing(cells)
     facts = {
         "command": " ".join(["python -m perf.whole_operator", *environment.command(sys.argv[1:])]),
+        "timing_protocol": measure.TIMING_PROTOCOL,
         "roofline_opening": rooflines.roofline_facts(opening),
         **rooflines.closing_facts(opening, closing),
         "missing": absent,

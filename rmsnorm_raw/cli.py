@@ -204,6 +204,7 @@ def bench(
         "chosen_by": kernel.origin,
         "backend": where.name,
         "device": asdict(where.device),
+        "timing_protocol": measure.TIMING_PROTOCOL,
         "row": row,
         "verdict": asdict(verdict),
         "samples": asdict(samples),

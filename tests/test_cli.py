@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import backends, cli, console, launch, store, tuner, workbench
+from rmsnorm_raw import backends, cli, console, launch, measure, store, tuner, workbench
 from rmsnorm_raw.backends import Backend, offline
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.environment import Check
@@ -334,6 +334,7 @@ def test_bench_prints_simulated_times_without_percent(tmp_path: Path) -> None:
     assert len(facts["samples"]["times_us"]) == int(facts["row"]["samples"])
     assert facts["verdict"]["passed"] is True
     assert facts["roofline"] is None
+    assert facts["timing_protocol"] == measure.TIMING_PROTOCOL
     assert facts["device"]["simulated"] is True
     assert "packages" in facts
 

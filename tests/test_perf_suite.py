@@ -97,6 +97,7 @@ def test_the_json_carries_the_cell_and_the_environment(ran: tuple[Path, str]) ->
     for found in (report["rmsnorm_raw"], environment):
         assert found["backend"] == "cpu"
         assert found["device"]["simulated"] is True
+        assert found["timing_protocol"] == measure.TIMING_PROTOCOL
         assert {"packages", "compilers", "wall_s", "providers"} <= found.keys()
     machine = report["machine_info"]["rmsnorm_raw"]
     assert machine["device"]["name"] == "CPU simulator, wave 64"

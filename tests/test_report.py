@@ -194,6 +194,7 @@ def test_amds_published_figures_stand_beside_with_percents_of_the_same_probe() -
     assert "Quack, H200 % of write" not in row  # its denominator was the other probe
     text = made.files["report.md"]
     assert "Percentages of different probes do not compare" in text
+    assert "FlyDSL's forward comes to 124 % of copy: its publisher's copy probe" in text
 
 
 # ---- the committed run ---------------------------------------------------------------------------
@@ -257,6 +258,7 @@ def test_tables_carry_the_csvs_figures() -> None:
                 assert line["our best GB/s"] == row["gbps"]
                 assert line[f"% of {matched}"] == row[f"pct_{matched}"]
                 assert line["% of write (best)"] == row["pct_write"]
+                assert line["our best config"] == row["config"]
     assert (
         "compile, bwd 512×4096 bf16/bf16: Unmeasurable, the host was late"
         in (made.files["report.md"])
@@ -373,8 +375,72 @@ def test_a_simulated_run_has_times_that_mean_nothing_and_no_speeds(tmp_path: Pat
     assert "times of the simulator mean nothing" in text
     assert "ours simulated µs" in text
     assert "fewer rows than they name" in text
+    assert "## Forward, simulated, at most 67 rows of each cell" in text
+    assert "cold calls" not in text
+    assert "run's opening probe" not in text
     assert "our best GB/s" not in text
     assert not any("curves" in name for name in made.files)
+
+
+def test_a_page_says_what_its_tables_are_of() -> None:
+    text = report.make([RESULTS]).files["report.md"]
+    said = (
+        "Times are of cold calls: the caches are evicted before each. Percentages are of the run's"
+    )
+    assert text.count(said) == 2  # forward and backward
+    assert "are in `perf.csv` alone" in text
+    words = re.findall(r"^- (.+?)[:,] ", text.partition("## Glossary")[2], re.MULTILINE)
+    assert words == [
+        "ladder", "config", "quack", "variant of a probe", "% of write (best)", "cold",
+        "dumbbells", "timing protocol",
+    ]  # fmt: skip
+
+
+def environment_of(folder: Path, change: Callable[[dict[str, Any]], object]) -> dict[str, str]:
+    made = report.make([write_run(folder, some_rows("ours"), change=change)])
+    return {row["what"]: row["found"] for row in table_of(made, "What the run stood on")}
+
+
+def test_the_environment_says_when_a_fact_was_read_and_of_compilers_the_version(
+    tmp_path: Path,
+) -> None:
+    used = "with what the run itself used: "
+    ended = environment_of(tmp_path / "a", lambda facts: facts.update(idle=[{"state": "idle"}]))
+    assert ended["nvidia gpus"].startswith(f"at the end, {used}name: NVIDIA H200; ")
+    assert ended["idle"].endswith("without what the run itself used: state: idle")
+    assert re.fullmatch(
+        r"c\+\+: c\+\+ \(.+\) [\d.]+; nvcc: Cuda compilation tools, release [\d.]+, V[\d.]+",
+        ended["compilers"],
+    )
+    killed = environment_of(tmp_path / "b", lambda facts: facts.update(finished=False))
+    assert killed["nvidia gpus"].startswith("at the beginning: name: NVIDIA H200; ")
+
+
+def protocol(number: int) -> Callable[[dict[str, Any]], object]:
+    return lambda facts: facts.update(timing_protocol=number)
+
+
+def test_a_run_without_a_timing_protocol_is_of_the_first(tmp_path: Path) -> None:
+    assert environment_of(tmp_path / "a", lambda facts: None)["timing protocol"].startswith("1: ")
+    assert environment_of(tmp_path / "b", protocol(2))["timing protocol"] == "2"
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "AMD Instinct MI355X"])
+@pytest.mark.parametrize(("number", "said"), [(None, 0), (1, 0), (2, 1)])
+def test_short_calls_of_two_timing_protocols_are_not_compared(
+    tmp_path: Path, device: str, number: int | None, said: int
+) -> None:
+    def change(facts: dict[str, Any]) -> None:
+        facts["device"]["name"] = device
+        facts |= {} if number is None else {"timing_protocol": number}
+
+    old = write_run(tmp_path / "old", some_rows("ours"))
+    new = write_run(tmp_path / "new", some_rows("ours"), change=change)
+    text = report.make([old, new]).files["comparison.md"]
+    assert (
+        text.count("A was timed by protocol 1 and B by 2, so times of short calls do not") == said
+    )
+    assert text.count("launch's turn") == said
 
 
 @pytest.mark.parametrize("cut", [20, 3000])  # in the last row's samples; in the row before

@@ -23,7 +23,7 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.dtypes import SHORT_NAME
 from rmsnorm_raw.errors import LaunchError, WrongResult
-from rmsnorm_raw.measure import Samples
+from rmsnorm_raw.measure import TIMING_PROTOCOL, Samples
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import sweep as study
@@ -208,7 +208,8 @@ def test_an_interrupted_sweep_keeps_the_rows_written_so_far(cpu64: Backend, tmp_
     with pytest.raises(KeyboardInterrupt):
         sweep(cpu64, tmp_path, problems=FEW, rows_cap=4, progress=interrupt)
     assert [row["verdict"] for row in rows_of(tmp_path / "sweep.csv")] == ["PASS", "PASS"]
-    assert facts_of(tmp_path / "environment.json")["backend"] == "cpu"
+    facts = facts_of(tmp_path / "environment.json")
+    assert (facts["backend"], facts["timing_protocol"]) == ("cpu", TIMING_PROTOCOL)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:

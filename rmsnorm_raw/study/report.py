@@ -198,6 +198,7 @@ def _blocks(
     for letter, run in zip(_letters(runs), runs, strict=True):
         yield from _run_blocks(run, letter, noise)
     yield from between.archives(runs[-1], noise)
+    yield from sections.glossary(noise)
     yield Heading(2, "Sources")
     yield Text(
         "`rmsnorm-raw report RUN --check` makes this page again and fails where it differs. It was "

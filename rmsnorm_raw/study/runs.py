@@ -97,7 +97,7 @@ class Timing:
         config: as the provider names it.
         verdict: PASS, or why there is no time; ``note`` says more.
         moved_bytes: by a call, of the rows that were run.
-        capped: fewer rows were run than the cell has.
+        rows_run: rows that were run; fewer than the cell's where they are capped.
         us: the median; None without one.
         interval_us: its 95 % interval; None without one.
         gbps: decimal GB/s; None on the simulator.
@@ -111,7 +111,7 @@ class Timing:
     config: str
     verdict: str
     moved_bytes: int
-    capped: bool
+    rows_run: int
     us: float | None
     interval_us: tuple[float, float] | None
     gbps: float | None
@@ -177,6 +177,11 @@ class Run:
     def simulated(self) -> bool:
         """Its times mean nothing, and it has no speeds."""
         return bool(self.environment["device"]["simulated"])
+
+    @property
+    def timing_protocol(self) -> int:
+        """``measure.TIMING_PROTOCOL`` of its times; 1 where the files name none: older than 2."""
+        return int(self.environment.get("timing_protocol", 1))
 
     @property
     def label(self) -> str:
@@ -338,7 +343,7 @@ def _timing(row: Mapping[str, str]) -> Timing:
         config=row["config"],
         verdict=row["verdict"],
         moved_bytes=run.problem.logical_bytes(),
-        capped=rows_run < cell.m,
+        rows_run=rows_run,
         us=float(row["median_us"]) if row["median_us"] else None,
         interval_us=(float(low), float(high)) if low and high else None,
         gbps=float(row["gbps"]) if row.get("gbps") else None,

@@ -193,6 +193,7 @@ def sweep(
         "backend": backend.name,
         "device": asdict(backend.device),
         "toolchain": backend.toolchain._asdict(),
+        "timing_protocol": measure.TIMING_PROTOCOL,
         "providers": {origin.name: origin.facts for origin in origins}
         or [provider.name for provider in chosen],
         "rows_cap": rows_cap,

@@ -19,7 +19,7 @@ from rmsnorm_raw import ablation, environment, stats, store, tuner
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.errors import RmsnormRawError
 from rmsnorm_raw.lab import WORDS, Steps, counted
-from rmsnorm_raw.measure import Regime
+from rmsnorm_raw.measure import TIMING_PROTOCOL, Regime
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, problem_columns
 from rmsnorm_raw.tuner import Decision
@@ -65,6 +65,7 @@ def tune_all(
     facts = {
         "command": environment.command(sys.argv), "backend": backend.name,
         "device": asdict(backend.device), "effort": effort, "budget_s": budget_s,
+        "timing_protocol": TIMING_PROTOCOL,
     }  # fmt: skip
     environment.write(out_dir / "environment.json", facts)
     rows: list[Row] = []
@@ -252,7 +253,7 @@ def ablate(
     facts = {
         "command": environment.command(sys.argv), "backend": backend.name,
         "device": asdict(backend.device), "problem": str(problem), "regime": regime,
-        "verdicts": verdicts(changes),
+        "verdicts": verdicts(changes), "timing_protocol": TIMING_PROTOCOL,
     }  # fmt: skip
     environment.write(out_dir / "environment.json", facts)
     return changes
