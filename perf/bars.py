@@ -7,6 +7,7 @@ AGAIN_DIR too is decided there, and both are printed. Exit code 1 if a bar fails
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
 import json
@@ -278,6 +279,8 @@ def main(folders: list[str], say: Callable[[str], object] = print) -> int:
 
 
 if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 3:
-        sys.exit("usage: python -m perf.bars RUN_DIR [AGAIN_DIR]")
-    sys.exit(main(sys.argv[1:]))
+    options = argparse.ArgumentParser("python -m perf.bars", description=__doc__)
+    options.add_argument("run", metavar="RUN_DIR", help="the folder that pytest perf --out wrote")
+    options.add_argument("again", metavar="AGAIN_DIR", nargs="?", help="another, for what failed")
+    given = options.parse_args()
+    sys.exit(main([given.run, *filter(None, [given.again])]))

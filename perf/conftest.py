@@ -29,6 +29,7 @@ from terminal_table import cell_id, table
 from rmsnorm_raw import bandwidth, environment, measure, workbench
 from rmsnorm_raw.ahead import calls_a_sample, copy_bytes, means
 from rmsnorm_raw.backends import get_backend
+from rmsnorm_raw.errors import install
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
 from rmsnorm_raw.study import rooflines, sweep
@@ -282,7 +283,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError("the suites need pytest-benchmark: pip install 'rmsnorm-raw[perf]'")
+        raise pytest.UsageError(f"the suites need pytest-benchmark: {install('perf')}")
     if (out := config.getoption("--out")) is not None:
         out.mkdir(parents=True, exist_ok=True)
 

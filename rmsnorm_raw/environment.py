@@ -150,6 +150,13 @@ def cpu_model() -> str:
     raise LookupError("/proc/cpuinfo has no model name")
 
 
+def cupy_is_for(package: str) -> str:
+    """The backend that an installed CuPy serves, by its package's name; "" where that is open."""
+    if "rocm" in package or package == "amd-cupy":
+        return "rocm"
+    return "cuda" if "cuda" in package else ""  # a plain "cupy" was built from source
+
+
 def packages() -> dict[str, str | None]:
     """Installed versions of the packages that matter (None: not installed) and of any CuPy."""
     found: dict[str, str | None] = dict.fromkeys(_PACKAGES)

@@ -157,6 +157,15 @@ def test_a_wrong_argument_is_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bench_refuses_what_has_no_elements_before_it_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(workbench, "build")
+    assert "nothing to time" in refused("bench", *CELL, "--rows", "0")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_more_than_there_is_memory_for_is_one_message() -> None:
     size = ("--op", "forward", "--rows", "100000000000", "--cols", "4096", "--backend", "cpu")
     assert re.search(
@@ -463,6 +472,15 @@ def test_what_a_sweep_cannot_begin_with_is_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("few")
+def test_a_sweep_says_where_it_writes_only_if_it_writes_there(tmp_path: Path) -> None:
+    command = ("sweep", "--quick", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    assert f"writing to {tmp_path}" in run(*command).stderr.splitlines()
+    stderr = refused(*command)
+    assert "sweep.csv is finished" in stderr
+    assert "writing to" not in stderr
+
+
 def busy(device: DeviceSpec, *, allow_busy: bool) -> dict[str, object]:
     if not allow_busy:
         raise Busy("12 train.py has it")
@@ -601,6 +619,30 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> N
     assert re.search(rf"^\[1/2\] {FEW[1]} ladder \(0:\d\d left\)$", result.stderr, re.MULTILINE)
     assert "\x1b" not in result.stderr
     assert str(FEW[1]) not in result.stdout
+
+
+@pytest.mark.parametrize(("steps", "lines"), [(90, 11), (11, 11), (10, 11), (4, 5), (0, 1)])
+def test_progress_of_many_steps_is_a_line_for_each_tenth(
+    capsys: pytest.CaptureFixture[str], steps: int, lines: int
+) -> None:
+    with console.progress() as step:
+        for done in range(steps + 1):
+            step(done, steps, "a cell")
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == lines
+    assert shown[0].startswith(f"[0/{steps}] a cell")
+    assert shown[-1].startswith(f"[{steps}/{steps}] a cell")
+
+
+def test_progress_of_few_steps_has_all_that_is_done_in_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with console.progress() as step:
+        for what in ("compiles", "gates", "times"):
+            step(0, 1, what)
+    assert capsys.readouterr().err.splitlines() == [
+        "[0/1] compiles", "[0/1] gates", "[0/1] times"
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("few")

@@ -274,6 +274,7 @@ def test_no_bar_is_held_to_simulated_times(tmp_path: Path, times: dict[Problem, 
 
 
 def test_without_a_run_the_usage_is_printed() -> None:
-    done = run()
-    assert done.returncode == 1
-    assert "usage: python -m perf.bars RUN_DIR [AGAIN_DIR]" in done.stderr
+    done, helped = run(), run("--help")
+    assert (done.returncode, helped.returncode) == (2, 0)
+    for text in (done.stderr, helped.stdout):
+        assert text.startswith("usage: python -m perf.bars [-h] RUN_DIR [AGAIN_DIR]\n")

@@ -62,6 +62,8 @@ def test_each_problem_has_a_row_and_a_second_run_asks_nothing(tmp_path: Path) ->
     assert facts["summary"] == tuning.summary(table)
     assert facts["timing_protocol"] == TIMING_PROTOCOL
     assert facts["summary"][0] == "1 of 3 problems tuned; the ladder stays in 2"
+    correct, refused = (sum(int(row[it]) for row in written) for it in ("correct", "constraints"))
+    assert f"configs: {correct} correct, {refused} refused by the space" in facts["summary"]
     store.forget()
     asked = steps()
     again, _ = tuning.tune_all(THREE, GPU, tmp_path, steps=asked)

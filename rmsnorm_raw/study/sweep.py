@@ -151,6 +151,7 @@ def sweep(
     rows_cap: int | None = None,
     budget_s: float = 0.3,
     look: Callable[[], Mapping[str, object]] = lambda: {"state": "not looked at"},
+    opened: Callable[[], object] = lambda: None,
     progress: Progress = lambda done, of, what: None,
 ) -> Outcome:
     """Build, verify and time each problem with every provider; write a row for each.
@@ -170,6 +171,7 @@ def sweep(
         budget_s: seconds of sampling a row.
         look: whether the device is idle; called at the beginning, and at launch, when all is built.
             It raises what shall end the sweep.
+        opened: called when ``out_dir`` is found fit to be written to.
         progress: called with (steps done, steps in all, the step that begins).
 
     Raises:
@@ -201,6 +203,7 @@ def sweep(
         "chosen_by": chosen_by,
     }
     with contextlib.closing(Folder(out_dir, COLUMNS, facts)) as folder:
+        opened()
         done = {_key(row) for row in folder.rows}
         left = [it for it in planned if _key(it.columns(backend.device)) not in done]
         build_all([(it.problem, it.config) for it in left if it.path], backend, progress)
