@@ -23,9 +23,9 @@ from rmsnorm_raw.errors import BackendUnavailable, CompileError
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import origin
 from rmsnorm_raw.study import sweep as study
-from rmsnorm_raw.study.folder import whole_records
 from rmsnorm_raw.study.idle import Busy
 from rmsnorm_raw.study.providers import Provider
+from rmsnorm_raw.study.table_file import whole_records
 
 CELL = ("--op", "forward", "--rows", "5", "--cols", "256", "--backend", "cpu")
 WIDER = ("--op", "backward", "--rows", "100", "--cols", "3000", "--backend", "cpu")

@@ -352,6 +352,10 @@ def test_a_sweep_that_has_not_ended_says_so_and_a_suspect_one_too(tmp_path: Path
     assert "ended before them" in report.make([none]).files["report.md"]
     half = write_run(tmp_path / "half", rows, change=lambda facts: facts.pop("roofline_closing"))
     assert "did not reach its end" in report.make([half]).files["report.md"]
+    left = write_run(tmp_path / "left", rows, change=lambda facts: facts.update(finished=False))
+    text = report.make([half, left]).files["comparison.md"]
+    assert "B: The run did not end: cells may be missing." in text
+    assert "A: The run did not end" not in text
 
     def drift(facts: dict[str, Any]) -> None:
         facts["suspect"] = True

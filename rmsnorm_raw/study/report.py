@@ -199,6 +199,8 @@ def _blocks(
     for letter, run in zip(_letters(runs), runs, strict=True):
         if run.torn:
             yield Text(f"{letter}`{run.table}` ends in a piece of a row, which is left out.")
+        if not run.environment.get("finished", True):
+            yield Text(f"{letter}The run did not end: cells may be missing.")
     if any(run.simulated for run in runs):
         yield Text("Simulated: times of the simulator mean nothing.")
     if len(runs) > 1:
