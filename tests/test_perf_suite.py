@@ -25,8 +25,8 @@ from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study import report
 from rmsnorm_raw.study.cells import cells
+from rmsnorm_raw.study.files import read_run
 from rmsnorm_raw.study.providers import Cell, Contender, Provider
-from rmsnorm_raw.study.runs import read_run
 
 pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rmsnorm_raw.study.table_file import TableFile, record, whole_records
 
 TABLE = TableFile(
     "t.csv", ("who", "m", "us", "note"), ("who", "m"), ("m", "us"),
-    {(who, str(m)) for who in ("ours", "quack") for m in range(1, 9)},
+    planned={(who, str(m)) for who in ("ours", "quack") for m in range(1, 9)},
 )  # fmt: skip
 WHOLE = record(TABLE.columns) + record(("ours", "1", "2.5", "a,b")) + record(("quack", "1", "", ""))
 ROWS = [
@@ -50,6 +51,15 @@ def test_a_table_may_end_before_its_first_row(data: bytes, tmp_path: Path) -> No
 def test_other_columns_are_refused(data: bytes, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"t\.csv has other columns"):
         read(tmp_path / "t.csv", data)
+
+
+def test_a_speed_may_have_been_rounded_to_zero(tmp_path: Path) -> None:
+    path, table = tmp_path / "t.csv", replace(TABLE, numbers=("m",), speeds=("us",))
+    path.write_bytes(WHOLE + b"ours,2,0.00,\r\n")
+    assert len(table.read(path)[0]) == 3
+    path.write_bytes(WHOLE + b"ours,2,-0.01,\r\n")
+    with pytest.raises(InvalidInput, match="no positive number"):
+        table.read(path)
 
 
 @pytest.mark.parametrize(

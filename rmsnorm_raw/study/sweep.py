@@ -48,9 +48,11 @@ COLUMNS = (
 KEY = ("provider", "path", "op", "m", "n", "act", "weight")
 #: those that have positive numbers where they are not empty
 NUMBERS = (
-    "m", "n", "rows_run", "median_us", "low_us", "high_us", "p10_us", "p90_us", "samples", "gbps",
-    *(f"pct_{probe}" for probe in PERCENT_OF), "times_us",
+    "m", "n", "rows_run", "median_us", "low_us", "high_us", "p10_us", "p90_us", "samples",
+    "times_us",
 )  # fmt: skip
+#: likewise, or 0
+SPEEDS = ("gbps", *(f"pct_{probe}" for probe in PERCENT_OF))
 #: characters; a compiler's log may have more than the 131,072 that csv reads of a field
 MOST_NOTE = 100_000
 #: rows of a cell on the simulator. The ladder's largest grid there is 8 programs of 4 rows: they go
@@ -211,7 +213,7 @@ def sweep(
         "chosen_by": chosen_by,
     }
     keys = {it: _key(it.columns(backend.device)) for it in planned}
-    table = TableFile("sweep.csv", COLUMNS, KEY, NUMBERS, frozenset(keys.values()))
+    table = TableFile("sweep.csv", COLUMNS, KEY, NUMBERS, SPEEDS, frozenset(keys.values()))
     with contextlib.closing(Folder(out_dir, table, facts)) as folder:
         opened()
         done = {_key(row) for row in folder.rows}

@@ -23,6 +23,7 @@ class TableFile:
         columns: in their order.
         key: the columns that name a row.
         numbers: columns that are empty, or have a positive number, or several with spaces between.
+        speeds: likewise, but a number may have been rounded to 0.
         planned: the keys of the run's rows; None for any.
     """
 
@@ -30,6 +31,7 @@ class TableFile:
     columns: Sequence[str]
     key: Sequence[str]
     numbers: Sequence[str] = ()
+    speeds: Sequence[str] = ()
     planned: Collection[tuple[str, ...]] | None = None
 
     @property
@@ -74,9 +76,9 @@ class TableFile:
         """What is wrong with a row; "" for nothing."""
         if None in row or None in row.values():
             return f"it has not {len(self.columns)} fields"
-        for name in self.numbers:
+        for name in (*self.numbers, *self.speeds):
             for text in row[name].split():
-                if not _is_positive(text):
+                if not (_is_positive(text) or (name in self.speeds and _is_zero(text))):
                     return f"{name} is {text!r}, no positive number"
         if self.planned is not None and self.key_of(row) not in self.planned:
             return f"{' '.join(self.key_of(row))} is no row of this run"
@@ -139,3 +141,7 @@ def _is_positive(text: str) -> bool:
         return 0 < float(text) < math.inf
     except ValueError:
         return False
+
+
+def _is_zero(text: str) -> bool:
+    return text.strip("0.") == ""
