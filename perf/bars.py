@@ -7,8 +7,11 @@ AGAIN_DIR too is decided there, and both are printed. Exit code 1 if a bar fails
 
 from __future__ import annotations
 
+import argparse
 import csv
 import functools
+import io
+import itertools
 import json
 import math
 import sys
@@ -21,6 +24,7 @@ from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Comparison, compare
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells
 from rmsnorm_raw.study.runs import OURS, PEERS
+from rmsnorm_raw.study.table_file import whole_records
 
 QUACKS = PEERS[:2]
 Row = Mapping[str, str]
@@ -123,9 +127,9 @@ class Results:
 
 
 def load(folder: Path) -> Results:
-    """Read a run."""
-    with (folder / "perf.csv").open(newline="", encoding="utf-8") as file:
-        rows = by_cell(csv.DictReader(file))
+    """Read a run; a piece of a row that a kill has left at its end is no row."""
+    whole = whole_records((folder / "perf.csv").read_bytes()).decode()
+    rows = by_cell(csv.DictReader(io.StringIO(whole, newline="")))
     return Results(rows, json.loads((folder / "environment.json").read_text(encoding="utf-8")))
 
 
@@ -250,9 +254,9 @@ def _text(key: Key) -> str:
 
 def main(folders: list[str], say: Callable[[str], object] = print) -> int:
     """Print every finding and those that fail once more; the exit code."""
-    for folder in folders:
-        if not (Path(folder) / "perf.csv").is_file():
-            say(f"{folder} has no perf.csv: give the folder that pytest perf --out wrote")
+    for folder, name in itertools.product(folders, ("perf.csv", "environment.json")):
+        if not (Path(folder) / name).is_file():
+            say(f"{folder} has no {name}: give the folder that pytest perf --out wrote")
             return 2
     first, *again = (load(Path(folder)) for folder in folders)
     if first.facts["simulated"]:
@@ -270,6 +274,8 @@ def main(folders: list[str], say: Callable[[str], object] = print) -> int:
         else:
             held += 1
     say(f"{held} bars hold, {len(failed)} fail; what the run has no figures for is not counted")
+    if not first.facts.get("finished", True):
+        say("NOT FINISHED: the run was ended before its last cell")
     if first.facts["suspect"]:
         say("SUSPECT: the probes moved by more than 2 % during the run")
     for found in failed:
@@ -278,6 +284,8 @@ def main(folders: list[str], say: Callable[[str], object] = print) -> int:
 
 
 if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 3:
-        sys.exit("usage: python -m perf.bars RUN_DIR [AGAIN_DIR]")
-    sys.exit(main(sys.argv[1:]))
+    options = argparse.ArgumentParser("python -m perf.bars", description=__doc__)
+    options.add_argument("run", metavar="RUN_DIR", help="the folder that pytest perf --out wrote")
+    options.add_argument("again", metavar="AGAIN_DIR", nargs="?", help="another, for what failed")
+    given = options.parse_args()
+    sys.exit(main([given.run, *filter(None, [given.again])]))

@@ -17,8 +17,11 @@ def start(name: str, description: str) -> tuple[Backend, Path]:
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
     """Of a command that has more options than ``--out``."""
-    made = argparse.ArgumentParser(description=description.splitlines()[0])
-    made.add_argument("--out", type=Path, default=Path("rmsnorm-raw-results", name))
+    made = argparse.ArgumentParser(
+        f"python -m perf.{name}", description=description.splitlines()[0]
+    )
+    default = Path("rmsnorm-raw-results", name)
+    made.add_argument("--out", type=Path, default=default, help=f"folder, by default {default}")
     return made
 
 

@@ -13,7 +13,6 @@ simulated and mean nothing.
 
 from __future__ import annotations
 
-import csv
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -24,11 +23,13 @@ from typing import Any
 import bars
 import pytest
 from clock import Clock, Rounds
+from out_folder import TABLE, OutFolder, require_usable
 from terminal_table import cell_id, table
 
 from rmsnorm_raw import bandwidth, environment, measure, workbench
 from rmsnorm_raw.ahead import calls_a_sample, copy_bytes, means
 from rmsnorm_raw.backends import get_backend
+from rmsnorm_raw.errors import install
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.stats import MIN_SAMPLES
 from rmsnorm_raw.study import rooflines, sweep
@@ -39,7 +40,6 @@ from rmsnorm_raw.study.providers import Cell, Provider, current_stream, provider
 #: call a datum is the mean of four rounds, and there are four times as many
 ROUNDS = 60
 SIMULATED_ROWS = 4
-COLUMNS = (*sweep.COLUMNS, "prepare_s")
 
 
 # ---- the session ---------------------------------------------------------------------------------
@@ -63,6 +63,8 @@ class Session:
         self.rows: list[dict[str, str]] = []
         self.infos: list[dict[str, Any]] = []
         self.others: list[tuple[str, float, dict[str, Any]]] = []  # group, median us, extra_info
+        self.ended = False  # whether the last cell was reached
+        self._folder = OutFolder(None, {})
         self._cell: Cell | None = None
 
     @property
@@ -81,7 +83,7 @@ class Session:
                 if provider.name in ("ours", "quack"):
                     yield make(rows, cols, "bf16"), provider
 
-    def build_ahead(self, problems: set[Problem]) -> None:
+    def _build_ahead(self, problems: set[Problem]) -> None:
         """Compile our kernels, a core each; an error is left for the cell that meets it again."""
         chosen = map(self.cell, problems)
         sweep.build_all([(cell.problem, cell.config) for cell in chosen], self.backend)
@@ -98,19 +100,19 @@ class Session:
     def run(self, benchmark: Any, problem: Problem, provider: Provider) -> None:
         """Gate a provider on a cell, time it and write its row, whatever comes of it."""
         cell = self.cell(problem)
-        row = dict.fromkeys(COLUMNS, "") | sweep.cell_columns(problem, self.backend.device)
+        row = dict.fromkeys(TABLE.columns, "") | sweep.cell_columns(problem, self.backend.device)
         row |= {"provider": provider.name, "path": "ladder" if provider.name == bars.OURS else ""}
         row |= {"version": provider.version, "module": provider.module}
         row |= {"rows_run": str(cell.problem.rows)}
         try:
             row |= self._timed(benchmark, cell, provider)
-        except Exception as error:
-            self._write(row | {"verdict": type(error).__name__, "note": str(error)})
+        except (Exception, SystemExit) as error:
+            self._write(row | sweep.failed_columns(error))
             raise
-        self._write(row)
         if row["times_us"]:
             benchmark.extra_info |= _info(row, provider, cell.problem)
             self.infos.append(benchmark.extra_info)
+        self._write(row)
 
     def _timed(self, benchmark: Any, cell: Cell, provider: Provider) -> dict[str, str]:
         began = perf_counter()
@@ -189,15 +191,8 @@ class Session:
             self.others.append((benchmark.group, 1e6 * benchmark.stats.stats.median, info))
 
     def _write(self, row: dict[str, str]) -> None:
-        """Append to perf.csv at once, so that an interrupted session keeps what it has."""
         self.rows.append(row)
-        if self.out is not None:
-            first = len(self.rows) == 1
-            with (self.out / "perf.csv").open("w" if first else "a", newline="") as file:
-                table = csv.DictWriter(file, COLUMNS)
-                if first:
-                    table.writeheader()
-                table.writerow(row)
+        self._folder.append(row)
 
     def results(self) -> bars.Results:
         return bars.Results(bars.by_cell(self.rows), self.facts())
@@ -212,6 +207,7 @@ class Session:
             "command": environment.command(["pytest", *self._args]),
             "backend": self.backend.name,
             "device": asdict(self.backend.device),
+            "timing_protocol": measure.TIMING_PROTOCOL,
             "simulated": self.simulated,
             "beyond": self.beyond,
             "providers": {p.name: p.missing() or f"{p.module} {p.version}" for p in self.providers},
@@ -220,9 +216,17 @@ class Session:
             "wall_s": perf_counter() - self._began,
         }
 
+    def begin(self, problems: set[Problem]) -> None:
+        """The folder, our kernels of these problems, the opening probes."""
+        self._folder = OutFolder(self.out, self.facts())
+        self._build_ahead(problems)
+        if not self.simulated:
+            self.opening = bandwidth.roofline(self.backend, stream=self.stream)
+            self._folder.record(self.facts(), finished=False)
+
     def finish(self) -> None:
-        """The closing probes, the ratios to the best peer, environment.json."""
-        if self.opening is not None:
+        """The closing probes unless it was ended early, the ratios to the best peer, the facts."""
+        if self.ended and self.opening is not None:
             self.closing = bandwidth.remeasure(self.opening, self.backend, stream=self.stream)
         run = self.results()
         timed = (row for row in self.rows if row["times_us"])
@@ -231,8 +235,7 @@ class Session:
             if row["provider"] == bars.OURS and peers and not self.simulated:
                 info["best_peer"] = peers[0]["provider"]
                 info["best_peer_ratio"] = bars.ratio(peers[0], row).ratio
-        if self.out is not None:
-            environment.write(self.out / "environment.json", run.facts)
+        self._folder.record(self.facts(), finished=self.ended)
 
 
 def _info(row: dict[str, str], provider: Provider, problem: Problem) -> dict[str, Any]:
@@ -265,7 +268,7 @@ def session_of(config: pytest.Config) -> Session:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rmsnorm_raw")
     group.addoption(
-        "--out", type=Path, metavar="DIR", help="write perf.csv and environment.json there"
+        "--out", type=Path, metavar="DIR", help="write perf.csv and environment.json there, anew"
     )
     group.addoption(
         "--beyond",
@@ -281,9 +284,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
-        raise pytest.UsageError("the suites need pytest-benchmark: pip install 'rmsnorm-raw[perf]'")
+        raise pytest.UsageError(f"the suites need pytest-benchmark: {install('perf')}")
     if (out := config.getoption("--out")) is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        require_usable(config, out)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -310,11 +313,15 @@ def probes(request: pytest.FixtureRequest) -> Iterator[None]:
     session = session_of(request.config)
     mine = (item for item in request.session.items if "timed" in item.fixturenames)
     chosen = [item.callspec.params for item in mine]
-    session.build_ahead({p["problem"] for p in chosen if p["provider"].name == bars.OURS})
-    if not session.simulated:
-        session.opening = bandwidth.roofline(session.backend, stream=session.stream)
+    session.begin({p["problem"] for p in chosen if p["provider"].name == bars.OURS})
     yield
     session.finish()
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Reached for the last cell, the suites have not been ended early, by Ctrl-C or -x."""
+    ours = [each for each in item.session.items if "probes" in each.fixturenames]
+    session_of(item.config).ended = item is ours[-1]
 
 
 @pytest.fixture

@@ -121,10 +121,13 @@ def inert(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, or 1 where a config has a fault."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser("python -m perf.static_gate", description=about)
     parser.add_argument("--out", type=Path, help="by default rmsnorm-raw-results/<arch>-static")
-    parser.add_argument("--arch", choices=ARCHITECTURES, default="gfx950")
-    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="gfx950", help="default gfx950")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="by default one for each CPU"
+    )
     given = parser.parse_args(arguments)
     for release in WHEELS:
         fetch_wheel(release)

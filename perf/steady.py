@@ -26,7 +26,7 @@ from perf.command_line import start
 from rmsnorm_raw import bandwidth, environment, ops, workbench
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.ladder import default_config
-from rmsnorm_raw.measure import measure
+from rmsnorm_raw.measure import TIMING_PROTOCOL, measure
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.stats import Outcome, compare, percentile
 from rmsnorm_raw.study import rooflines
@@ -115,6 +115,7 @@ def main() -> int:
             print(f"gemm on {name}, after ours and after plain: {compared} ({medians})")
     facts = {
         "command": "python -m perf.steady",
+        "timing_protocol": TIMING_PROTOCOL,
         "roofline_opening": rooflines.roofline_facts(opening),
         **rooflines.closing_facts(opening, closing),
     }

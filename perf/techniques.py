@@ -21,7 +21,7 @@ from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.check import verify
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.ladder import default_config
-from rmsnorm_raw.measure import Samples, measure
+from rmsnorm_raw.measure import TIMING_PROTOCOL, Samples, measure
 from rmsnorm_raw.module import Binary, build
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import render
@@ -136,7 +136,8 @@ def markdown(rows: list[dict[str, str]]) -> str:
 def main() -> None:
     """The command line."""
     backend, out = start("techniques", __doc__)
-    environment.write(out / "environment.json", {"command": "python -m perf.techniques"})
+    facts = {"command": "python -m perf.techniques", "timing_protocol": TIMING_PROTOCOL}
+    environment.write(out / "environment.json", facts)
     rows = []
     with (out / "techniques.csv").open("w", newline="") as file:
         table = csv.DictWriter(file, COLUMNS)

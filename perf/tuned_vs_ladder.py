@@ -21,7 +21,7 @@ from rmsnorm_raw import check, environment, ladder, module, stats, store
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.lab import Fault, Lab
-from rmsnorm_raw.measure import Limits
+from rmsnorm_raw.measure import TIMING_PROTOCOL, Limits
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.search import NOISE_PCT, REGIMES
 from rmsnorm_raw.source import render
@@ -122,7 +122,11 @@ def main() -> int:
                 where = f"{problem!s:34} {row.get('regime', ''):6} {row['verdict']:8}"
                 print(f"{where} {float(row['ratio']):.3f}x  {row['config']}")
     lines = summary(rows)
-    facts = {"command": "python -m perf.tuned_vs_ladder", "summary": lines}
+    facts = {
+        "command": "python -m perf.tuned_vs_ladder",
+        "timing_protocol": TIMING_PROTOCOL,
+        "summary": lines,
+    }
     environment.write(out / "environment.json", facts)
     print("\n".join(lines))
     return int(any(row["verdict"] == stats.Outcome.SLOWER.value for row in rows))

@@ -32,8 +32,8 @@ from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Limits, Samples
 from rmsnorm_raw.space import enumerate_configs, reject_reason
 from rmsnorm_raw.study import rooflines, sweep
-from rmsnorm_raw.study.folder import Row
 from rmsnorm_raw.study.providers import OURS, Contender, current_stream
+from rmsnorm_raw.study.table_file import Row
 from rmsnorm_raw.study.whole_cells import WholeCell, whole_cells
 from rmsnorm_raw.study.whole_providers import of_config, whole_providers
 
@@ -326,10 +326,21 @@ def main() -> int:
     from perf.command_line import on_gpu, parser  # the suites import this file without the package
 
     options = parser("whole_operator", __doc__)
-    options.add_argument("--cells", default="", metavar="PART,PART")
-    options.add_argument("--no-peers", action="store_true")
-    options.add_argument("--try", dest="slugs", default="", metavar="SLUG,SLUG")
-    options.add_argument("--search", default=0, type=_count, metavar="N")
+    options.add_argument(
+        "--cells",
+        default="",
+        metavar="PART,PART",
+        help="cells with one of these in the name",
+    )
+    options.add_argument("--no-peers", action="store_true", help="time ours alone")
+    options.add_argument(
+        "--try", dest="slugs", default="", metavar="SLUG,SLUG",
+        help="then time these configs too, beside the ladder's",
+    )  # fmt: skip
+    options.add_argument(
+        "--search", default=0, type=_count, metavar="N",
+        help="then time N configs of each cell's space, or all, beside the ladder's",
+    )  # fmt: skip
     args, began = options.parse_args(), perf_counter()
     backend, out = on_gpu("whole_operator", args.out), args.out
     if importlib.util.find_spec("torch") is None:
@@ -348,6 +359,7 @@ def main() -> int:
     held, absent = findings(rows), missing(cells)
     facts = {
         "command": " ".join(["python -m perf.whole_operator", *environment.command(sys.argv[1:])]),
+        "timing_protocol": measure.TIMING_PROTOCOL,
         "roofline_opening": rooflines.roofline_facts(opening),
         **rooflines.closing_facts(opening, closing),
         "missing": absent,

@@ -63,8 +63,9 @@ class Verdict:
 
     Attributes:
         passed: whether every check passed.
-        worst: by output, the largest |error| / bound; at most 1 is right, inf stands for a NaN or
-            for an exact value missed.
+        worst: by output, the largest |error| / bound; at most 1 is right, and near 1 usual, for
+            half an ulp of rounding is part of the bound; inf stands for a NaN or for an exact value
+            missed.
         seed: of the data; ``k.check(seed=verdict.seed)`` repeats the run.
         message: what is wrong, one line a fault; "" where nothing is.
     """

@@ -181,6 +181,8 @@ def bench(
     problem = asked.problem(where.device.arch)
     if regime is Regime.steady and where.device.simulated:
         raise InvalidInput("the simulator has no steady times: leave out --regime steady")
+    if not (problem.rows and problem.cols):
+        raise InvalidInput(f"{problem} launches nothing: there is nothing to time")
     with console.progress() as step:
         step(0, 4, "build")
         kernel = workbench.build(problem, config, backend=where)
@@ -202,6 +204,7 @@ def bench(
         "chosen_by": kernel.origin,
         "backend": where.name,
         "device": asdict(where.device),
+        "timing_protocol": measure.TIMING_PROTOCOL,
         "row": row,
         "verdict": asdict(verdict),
         "samples": asdict(samples),

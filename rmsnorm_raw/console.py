@@ -66,7 +66,8 @@ def results(chosen: Path | None, device: DeviceSpec) -> Iterator[Path]:
 def progress() -> Iterator[Callable[[int, int, str], None]]:
     """A function to call as each step begins: a bar on a terminal, else lines; both on stderr.
 
-    Both say how much time is left, by the steps so far.
+    Of more than ten steps a line stands for each tenth. Both say how much time is left, by the
+    steps so far.
     """
     from rich.console import Console
     from rich.progress import (
@@ -94,8 +95,13 @@ def progress() -> Iterator[Callable[[int, int, str], None]]:
 
 def _lines() -> Callable[[int, int, str], None]:
     began: dict[int, tuple[int, float]] = {}  # by how many there are: the first step, and when
+    tenths: dict[int, int] = {}  # likewise, those of the last line
 
     def line(done: int, of: int, what: str) -> None:
+        tenth = 10 * done // max(of, 1)
+        if of > 10 and tenths.get(of) == tenth:
+            return
+        tenths[of] = tenth
         first, at = began.setdefault(of, (done, time.monotonic()))
         left = ""
         if first < done < of:

@@ -27,20 +27,21 @@ VARIABLE = "RMSNORM_RAW_BACKEND"
 
 
 def examine() -> tuple[list[Check], dict[str, str | None]]:
-    """The checks, with that of the records where a backend runs; and why a backend cannot run here.
+    """All checks, with those that ask which backends run here; and why a backend cannot.
 
     Returns:
         The checks, and by backend None where it runs or the reason.
     """
     found = checks()
     refusals = {name: backends.available(name) for name in backends.NAMES}
+    records = []
     here = next((name for name, refusal in refusals.items() if refusal is None), None)
     if here is not None:
         try:
-            found.append(store.check(backends.get_backend(here)))
+            records.append(store.check(backends.get_backend(here)))
         except BackendUnavailable as error:  # a device that no kernel is written for
             refusals[here] = str(error)
-    return found, refusals
+    return [*found, check_variable(refusals), *records], refusals
 
 
 def checks() -> list[Check]:
@@ -52,7 +53,9 @@ def checks() -> list[Check]:
         nvidia, nvidia_error = [], str(error)
     amd = environment.amd_gpus()
     flavours = {name: version for name, version in installed.items() if "cupy" in name}
-    wants_rocm = bool(amd) or any("rocm" in name for name in flavours)
+    has_rocms = any(environment.cupy_is_for(name) == "rocm" for name in flavours)
+    wants_rocm = bool(amd) or has_rocms
+    gpu = "ROCm" if amd else "CUDA" if nvidia else ""
     return [
         _check_python(),
         _check_host_compiler(installed),
@@ -62,9 +65,8 @@ def checks() -> list[Check]:
         _check_hipcc(wants_rocm),
         _check_offline_compiler(),
         _check_ml_dtypes(installed["ml_dtypes"]),
-        _check_torch(installed["torch"], "ROCm" if amd else "CUDA" if nvidia else ""),
+        _check_torch(installed["torch"], gpu, gpu or ("ROCm" if has_rocms else "")),
         _check_cache(),
-        _check_variable(),
     ]
 
 
@@ -181,7 +183,7 @@ def _check_ml_dtypes(version: str | None) -> Check:
     return Check(name, False, "not installed", "pip install ml_dtypes")
 
 
-#: by what a GPU wants torch to be built for; the empty string is no GPU
+#: by what torch is to be built for; the empty string is no GPU, and no CuPy for ROCm
 _INSTALL_TORCH = {
     "ROCm": "install torch from PyTorch's ROCm index, or as the ROCm documentation says: what a "
     "plain pip install finds is for CUDA",
@@ -208,7 +210,8 @@ def torch_build() -> str:
     return f"CUDA {found['cuda']}" if "cuda" in found else "CPU"
 
 
-def _check_torch(version: str | None, wanted: str) -> Check:
+def _check_torch(version: str | None, gpu: str, wanted: str) -> Check:
+    """Of the torch that is here: whether it serves the GPU, if any; else which one is wanted."""
     name = "torch (PyTorch arrays)"
     if not version:
         return Check(name, None, "not installed", _INSTALL_TORCH[wanted])
@@ -217,8 +220,8 @@ def _check_torch(version: str | None, wanted: str) -> Check:
     except (OSError, LookupError) as error:
         return Check(name, None, f"{version}, and what it is built for cannot be read: {error}")
     found = f"{version}, built for {build}"
-    if wanted and not build.startswith(wanted):
-        return Check(name, False, f"{found}, not for this GPU", _INSTALL_TORCH[wanted])
+    if gpu and not build.startswith(gpu):
+        return Check(name, False, f"{found}, not for this GPU", _INSTALL_TORCH[gpu])
     return Check(name, True, found)
 
 
@@ -234,11 +237,14 @@ def _check_cache() -> Check:
     return Check("cache folder", True, str(folder))
 
 
-def _check_variable() -> Check:
+def check_variable(refusals: Mapping[str, str | None]) -> Check:
+    """Of the backend that the environment asks for, by :func:`examine`'s refusals."""
     asked = os.environ.get(VARIABLE)
     if not asked:
         return Check(VARIABLE, None, "not set: arrays decide, or the first backend that is here")
-    if asked in backends.NAMES:
-        return Check(VARIABLE, True, asked)
+    if asked in refusals:
+        if refusals[asked] is None:
+            return Check(VARIABLE, True, asked)
+        return Check(VARIABLE, False, f"{asked}, which cannot run here", f"unset {VARIABLE}")
     names = ", ".join(backends.NAMES)
     return Check(VARIABLE, False, f"{asked!r} is not one of {names}", f"unset {VARIABLE}")

@@ -104,13 +104,26 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; the old file stays.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    replace_texts({path: text})
+
+
+def replace_texts(files: Mapping[Path, str]) -> None:
+    """:func:`replace_text` of several files: none is replaced before all are written.
+
+    Raises:
+        OSError: one cannot be written, and the old files stay; or, seldom, one cannot be renamed.
+    """
+    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
+    for folder in {path.parent for path in files}:
+        folder.mkdir(parents=True, exist_ok=True)
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        for path, text in files.items():
+            temporary[path].write_text(text, encoding="utf-8", newline="")
+        for path, written in temporary.items():
+            written.replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        for written in temporary.values():
+            written.unlink(missing_ok=True)
 
 
 def command(args: Sequence[str]) -> list[str]:
@@ -135,6 +148,13 @@ def cpu_model() -> str:
         if key.strip() == "model name":
             return value.strip()
     raise LookupError("/proc/cpuinfo has no model name")
+
+
+def cupy_is_for(package: str) -> str:
+    """The backend that an installed CuPy serves, by its package's name; "" where that is open."""
+    if "rocm" in package or package == "amd-cupy":
+        return "rocm"
+    return "cuda" if "cuda" in package else ""  # a plain "cupy" was built from source
 
 
 def packages() -> dict[str, str | None]:

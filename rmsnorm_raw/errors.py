@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
+def install(extra: str) -> str:
+    """The command that installs an extra, for messages: the package is on no index."""
+    return f'pip install -e ".[{extra}]" in the clone'
+
+
 class RmsnormRawError(Exception):
     """Base class of everything this package raises on purpose."""
 

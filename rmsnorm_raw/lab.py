@@ -8,7 +8,7 @@ among the results and not an exception, so that one does not cost the others the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -23,8 +23,21 @@ from rmsnorm_raw.problem import Problem
 
 #: what a config can fail by. "memory" is no fault of the config: the device has too little free
 Kind = Literal["constraints", "compile", "runtime", "correctness", "timeout", "memory"]
+#: after a number of configs: those that are right, that failed by a kind, or were left out
+WORDS = {
+    "correct": "correct", "constraints": "refused by the space", "compile": "that do not compile",
+    "runtime": "that fail when run", "correctness": "with wrong results",
+    "timeout": "that take too long", "memory": "that found too little memory",
+    "duplicates": "that compile to the same code as another",
+}  # fmt: skip
 #: of the gate's data; one for all configs, for the reference sums of a data set are kept
 SEED = 1
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """Counts by the keys of :data:`WORDS`, in words: "0 correct" too, of others what there is."""
+    shown = {kind: counts.get(kind, 0) for kind in WORDS}
+    return ", ".join(f"{n} {WORDS[kind]}" for kind, n in shown.items() if n or kind == "correct")
 
 
 @dataclass(frozen=True, slots=True)

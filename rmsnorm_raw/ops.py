@@ -33,6 +33,9 @@ class _Results:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._pair())
 
+    def __len__(self) -> int:
+        return 2
+
     def __getitem__(self, index: int) -> Any:
         return self._pair()[index]
 

@@ -30,7 +30,7 @@ from rmsnorm_raw.backends.offline import OfflineBackend
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.effort import FULL, QUICK, Effort
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.lab import Fault, Steps
+from rmsnorm_raw.lab import Fault, Steps, counted
 from rmsnorm_raw.problem import Problem, require_problem
 from rmsnorm_raw.records import Times
 from rmsnorm_raw.search import NOISE_PCT, Final, Search
@@ -119,10 +119,7 @@ class Decision:
         yield f"{self.problem} on {self.device}: {self.config.slug}{kept}"
         yield self.why
         if self.counts:
-            known = {"correct": 0, **self.counts}  # "0 correct" says more than nothing
-            shown = [f"{n} {kind}" for kind, n in known.items() if n or kind == "correct"]
-            counts = ", ".join(shown)
-            yield f"{counts}; {self.effort}, {self.took_s:.1f} s"
+            yield f"{counted(self.counts)}; {self.effort}, {self.took_s:.1f} s"
         for config, fault in itertools.islice(self.faults.items(), SHOWN):
             yield f"{config.slug}: {fault.brief}"
         unit = "simulated " if self.simulated else ""

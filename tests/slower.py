@@ -7,6 +7,7 @@ rest, as much is copied beside it as that share of its bytes.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,12 +19,16 @@ from rmsnorm_raw.study.providers import Cell, Contender
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slower", type=float, default=1.0, help="times as long")
+    parser.addoption("--slower", type=float, help="times as long; more than 1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    ours = providers._ours
-    providers._ours = functools.partial(_slower, ours, config.getoption("--slower"))
+    times = config.getoption("--slower")
+    if times is None:
+        return
+    if not 1 < times < math.inf:
+        raise pytest.UsageError(f"--slower {times:g} is no slowdown: give a number above 1")
+    providers._ours = functools.partial(_slower, providers._ours, times)
 
 
 def _slower(ours: Callable[[Cell], Contender], times: float, cell: Cell) -> Contender:

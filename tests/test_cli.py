@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rmsnorm_raw as rr
-from rmsnorm_raw import backends, cli, console, launch, store, tuner, workbench
+from rmsnorm_raw import backends, cli, console, launch, measure, store, tuner, workbench
 from rmsnorm_raw.backends import Backend, offline
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.environment import Check
@@ -23,9 +23,9 @@ from rmsnorm_raw.errors import BackendUnavailable, CompileError
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import origin
 from rmsnorm_raw.study import sweep as study
-from rmsnorm_raw.study.folder import whole_records
 from rmsnorm_raw.study.idle import Busy
 from rmsnorm_raw.study.providers import Provider
+from rmsnorm_raw.study.table_file import whole_records
 
 CELL = ("--op", "forward", "--rows", "5", "--cols", "256", "--backend", "cpu")
 WIDER = ("--op", "backward", "--rows", "100", "--cols", "3000", "--backend", "cpu")
@@ -154,6 +154,15 @@ def test_a_wrong_argument_is_one_message(
     stderr = refused(command, *CELL, *args)
     assert re.search(message, stderr)
     assert "Traceback" not in stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bench_refuses_what_has_no_elements_before_it_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delattr(workbench, "build")
+    assert "nothing to time" in refused("bench", *CELL, "--rows", "0")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -325,6 +334,7 @@ def test_bench_prints_simulated_times_without_percent(tmp_path: Path) -> None:
     assert len(facts["samples"]["times_us"]) == int(facts["row"]["samples"])
     assert facts["verdict"]["passed"] is True
     assert facts["roofline"] is None
+    assert facts["timing_protocol"] == measure.TIMING_PROTOCOL
     assert facts["device"]["simulated"] is True
     assert "packages" in facts
 
@@ -460,6 +470,15 @@ def test_what_a_sweep_cannot_begin_with_is_one_message(
     monkeypatch.setitem(origin.CALLED, "ours", ("build", "no_such_function"))
     assert "has no no_such_function" in refused(*command)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("few")
+def test_a_sweep_says_where_it_writes_only_if_it_writes_there(tmp_path: Path) -> None:
+    command = ("sweep", "--quick", "--backend", "cpu", "--rows-cap", "2", "--out", str(tmp_path))
+    assert f"writing to {tmp_path}" in run(*command).stderr.splitlines()
+    stderr = refused(*command)
+    assert "sweep.csv is finished" in stderr
+    assert "writing to" not in stderr
 
 
 def busy(device: DeviceSpec, *, allow_busy: bool) -> dict[str, object]:
@@ -600,6 +619,30 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> N
     assert re.search(rf"^\[1/2\] {FEW[1]} ladder \(0:\d\d left\)$", result.stderr, re.MULTILINE)
     assert "\x1b" not in result.stderr
     assert str(FEW[1]) not in result.stdout
+
+
+@pytest.mark.parametrize(("steps", "lines"), [(90, 11), (11, 11), (10, 11), (4, 5), (0, 1)])
+def test_progress_of_many_steps_is_a_line_for_each_tenth(
+    capsys: pytest.CaptureFixture[str], steps: int, lines: int
+) -> None:
+    with console.progress() as step:
+        for done in range(steps + 1):
+            step(done, steps, "a cell")
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == lines
+    assert shown[0].startswith(f"[0/{steps}] a cell")
+    assert shown[-1].startswith(f"[{steps}/{steps}] a cell")
+
+
+def test_progress_of_few_steps_has_all_that_is_done_in_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with console.progress() as step:
+        for what in ("compiles", "gates", "times"):
+            step(0, 1, what)
+    assert capsys.readouterr().err.splitlines() == [
+        "[0/1] compiles", "[0/1] gates", "[0/1] times"
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("few")

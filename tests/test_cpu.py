@@ -246,7 +246,7 @@ def test_the_backend_is_found_by_name() -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "compilers", lambda: ())
-    assert "pip install 'rmsnorm-raw[cpu]'" in str(cpu.why_unavailable("cpu"))
+    assert 'pip install -e ".[cpu]"' in str(cpu.why_unavailable("cpu"))
     with pytest.raises(BackendUnavailable, match="or install the system's c"):
         CpuBackend(64)
 

@@ -160,9 +160,39 @@ def test_a_missing_fact_of_an_unknown_architecture_is_named(tmp_path: Path) -> N
 def test_without_cupy_the_message_says_what_to_install(name: str) -> None:
     reason = why_unavailable(name)
     assert reason is not None
-    assert f"pip install 'rmsnorm-raw[{name}" in reason
+    assert f'pip install -e ".[{name}' in reason
     with pytest.raises(BackendUnavailable, match="CuPy is not installed"):
         get_backend(name)
+
+
+@needs_no_cupy
+@pytest.mark.parametrize(
+    ("package", "raised", "rocm", "cuda"),
+    [
+        ("cupy-rocm-7-0", " from error", "(libamdhip64.so.7: no such file): install ROCm",
+         "built for ROCm"),
+        ("cupy-rocm-7-0", "", "(libamdhip64.so.7: no such file): install ROCm", "built for ROCm"),
+        ("cupy-cuda13x", " from error", "built for CUDA", "install NVIDIA's driver"),
+        ("cupy", " from None", "(it does not import): install ROCm", "install NVIDIA's driver"),
+    ],
+)  # fmt: skip
+def test_a_cupy_that_does_not_import_says_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, raised: str, rocm: str, cuda: str
+) -> None:
+    """The chain ends with the library's name; a CuPy for other GPUs is told of no neighbour."""
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text(
+        "try:\n    raise OSError('libamdhip64.so.7: no such file')\nexcept OSError as error:\n"
+        f"    raise ImportError('====\\nit does not import'){raised}\n"
+    )
+    information = tmp_path / f"{package.replace('-', '_')}-14.2.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Name: {package}\nVersion: 14.2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, said in (("rocm", rocm), ("cuda", cuda)):
+        reason = str(why_unavailable(name))
+        assert said in reason
+        assert "pip install" not in reason
 
 
 def test_a_raw_stream_is_a_stream_of_the_cuda_protocol() -> None:

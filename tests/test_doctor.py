@@ -158,8 +158,20 @@ def test_torch_is_built_for_the_gpu_that_is_here(
     assert mend in torch.mend
 
 
-def test_a_torch_that_is_not_installed_is_asked_for_by_the_gpu(machine: Machine) -> None:
-    machine.amd_node(GFX950)
+def test_a_torch_for_cpus_is_no_fault_where_there_is_no_gpu(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.installed |= {"torch": "2.13.0", "cupy-rocm-7-0": "14.2.0"}
+    monkeypatch.setattr(doctor, "torch_build", lambda: "CPU")
+    assert machine.check("torch").ok is True
+
+
+@pytest.mark.parametrize("here", ["gpu", "cupy-rocm-7-0", "amd-cupy"])
+def test_a_torch_that_is_not_installed_is_asked_for_by_the_gpu(machine: Machine, here: str) -> None:
+    if here == "gpu":
+        machine.amd_node(GFX950)
+    else:
+        machine.installed[here] = "14.2.0"
     torch = machine.check("torch")
     assert torch.ok is None
     assert "PyTorch's ROCm index" in torch.mend
@@ -201,19 +213,29 @@ def test_amds_compiler_or_the_command_that_fetches_it(
     assert (compiler.ok, compiler.mend) == (False, f"unset {rocm_libraries.VARIABLE}")
 
 
-@pytest.mark.parametrize(("value", "ok"), [(None, None), ("cpu", True), ("metal", False)])
+@pytest.mark.parametrize(
+    ("value", "ok", "found"),
+    [
+        (None, None, "not set"),
+        ("cpu", True, "cpu"),
+        ("cuda", False, "cuda, which cannot run here"),
+        ("metal", False, "'metal' is not one of rocm, cuda, cpu"),
+    ],
+)
 def test_a_backend_that_the_environment_asks_for(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, value: str | None, ok: bool | None
+    monkeypatch: pytest.MonkeyPatch, value: str | None, ok: bool | None, found: str
 ) -> None:
     if value is None:
         monkeypatch.delenv("RMSNORM_RAW_BACKEND", raising=False)
     else:
         monkeypatch.setenv("RMSNORM_RAW_BACKEND", value)
-    asked = machine.check("RMSNORM_RAW_BACKEND")
+    no_gpu = {"rocm": "no CuPy", "cuda": "no CuPy", "cpu": None}
+    monkeypatch.setattr("rmsnorm_raw.backends.available", no_gpu.get)
+    checks, _ = doctor.examine()
+    (asked,) = (check for check in checks if check.name == "RMSNORM_RAW_BACKEND")
     assert asked.ok is ok
-    if ok is False:
-        assert asked.found == "'metal' is not one of rocm, cuda, cpu"
-        assert asked.mend == "unset RMSNORM_RAW_BACKEND"
+    assert asked.found.startswith(found)
+    assert asked.mend == ("unset RMSNORM_RAW_BACKEND" if ok is False else "")
 
 
 def test_a_python_that_is_too_old(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

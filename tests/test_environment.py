@@ -172,6 +172,18 @@ def test_write_merges_and_replaces(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["environment.json"]
 
 
+def test_of_several_files_none_is_replaced_where_one_cannot_be_written(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "below/second"
+    environment.replace_texts({first: "old\r\n", second: "old"})
+    assert first.read_bytes() == b"old\r\n"
+    with pytest.raises(OSError, match="too long"):  # of its temporary file's name
+        environment.replace_texts({first: "new", tmp_path / ("x" * 255): "new"})
+    assert first.read_bytes() == b"old\r\n"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["below", "first", "second"]
+    environment.replace_texts({first: "new", second: "new"})
+    assert first.read_bytes() == second.read_bytes() == b"new"
+
+
 def test_cache_dir_is_the_variable_or_the_users_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RMSNORM_RAW_CACHE_DIR", "/somewhere")
     assert environment.cache_dir() == Path("/somewhere")

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
+import errno
+import fcntl
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rmsnorm_raw import environment
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.study.folder import SAME, Folder, whole_records
+from rmsnorm_raw.study.folder import SAME, CannotWrite, Folder
+from rmsnorm_raw.study.table_file import TableFile
 
-COLUMNS = ("cell", "note")
+TABLE = TableFile("sweep.csv", ("cell", "note"), ("cell",))
 #: what a sweep says of itself, beside what is collected
 FACTS: dict[str, Any] = {
     "command": ["rmsnorm-raw", "sweep"], "backend": "cpu", "device": {"name": "a device"},
@@ -29,7 +29,7 @@ FACTS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def opened(path: Path, **facts: Any) -> Iterator[Folder]:
-    with contextlib.closing(Folder(path, COLUMNS, FACTS | facts)) as folder:
+    with contextlib.closing(Folder(path, TABLE, FACTS | facts)) as folder:
         yield folder
 
 
@@ -72,22 +72,6 @@ def test_a_run_goes_on_after_its_last_whole_row(tmp_path: Path) -> None:
     assert (facts["finished"], facts["suspect"]) == (True, False)
     assert [session["rows_kept"] for session in facts["sessions"]] == [0, 2]
     assert all(session["wall_s"] >= 0 for session in facts["sessions"])
-
-
-@given(
-    st.lists(st.tuples(st.text('a,"\r\n', max_size=6), st.text('b"\n', max_size=6)), max_size=4),
-    st.integers(min_value=0),
-)
-def test_of_a_file_cut_anywhere_the_whole_records_remain(
-    records: list[tuple[str, str]], cut: int
-) -> None:
-    file = io.StringIO(newline="")
-    ends = [0]
-    for record in records:
-        csv.writer(file).writerow(record)
-        ends.append(len(file.getvalue()))
-    data = file.getvalue().encode()[: cut % (len(file.getvalue()) + 1)]
-    assert len(whole_records(data)) == max(end for end in ends if end <= len(data))
 
 
 def test_a_kill_before_the_header_loses_nothing(tmp_path: Path) -> None:
@@ -166,19 +150,100 @@ def test_what_is_no_unfinished_sweep_is_not_written_over(tmp_path: Path) -> None
     (tmp_path / "environment.json").write_text('{"command": ["tune"]}')
     with pytest.raises(InvalidInput, match="is not a sweep's"), opened(tmp_path):
         pass
+    (tmp_path / "environment.json").write_text('[{"sessions": [], "finished": false}]')
+    with pytest.raises(InvalidInput, match="is not a sweep's"), opened(tmp_path):
+        pass
     (tmp_path / "environment.json").write_text("{")
     with pytest.raises(InvalidInput, match="does not read"), opened(tmp_path):
         pass
     (tmp_path / "environment.json").unlink()
+    (tmp_path / "sweep.csv").write_bytes(b"cell,note\r\na,\r\n")
     with pytest.raises(InvalidInput, match="without an environment"), opened(tmp_path):
         pass
-    assert (tmp_path / "sweep.csv").read_bytes() == b"cell,note\r\n"
+    assert (tmp_path / "sweep.csv").read_bytes() == b"cell,note\r\na,\r\n"
 
 
 def test_a_table_of_other_columns_is_not_gone_on_with(tmp_path: Path) -> None:
     begin(tmp_path)
     (tmp_path / "sweep.csv").write_bytes(b"cell,words\r\na,\r\n")
     with pytest.raises(InvalidInput, match="other columns"), opened(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("rows", [b"\xff,\r\n", b"a\n", b"a,\na,\n"])
+def test_a_damaged_table_is_refused_and_nothing_is_changed(tmp_path: Path, rows: bytes) -> None:
+    begin(tmp_path)
+    (tmp_path / "sweep.csv").write_bytes(b"cell,note\r\n" + rows)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with (
+        pytest.raises(InvalidInput, match=r"sweep.csv, line [23]: .* Nothing was changed"),
+        opened(tmp_path),
+    ):
+        pass
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_rows_whose_lines_an_editor_has_ended_are_kept(tmp_path: Path) -> None:
+    begin(tmp_path)
+    (tmp_path / "sweep.csv").write_bytes(b"cell,note\na,\nb,\n")
+    with opened(tmp_path) as folder:
+        assert folder.kept == 2
+        folder.append(row("c"))
+    assert (tmp_path / "sweep.csv").read_bytes() == b"cell,note\na,\nb,\nc,\r\n"
+
+
+def test_a_disk_that_is_full_from_the_first_moment_can_be_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "replace_text", full)
+        with (
+            pytest.raises(CannotWrite, match="give the same command with this --out"),
+            opened(tmp_path),
+        ):
+            pass
+    with opened(tmp_path) as folder:
+        folder.append(row("a"))
+    assert (tmp_path / "sweep.csv").read_bytes() == b"cell,note\r\na,\r\n"
+
+
+@pytest.mark.parametrize("name", ["sweep.csv", "environment.json"])
+def test_a_file_that_cannot_be_opened_is_named_and_no_rows_are_counted(
+    name: str, tmp_path: Path
+) -> None:
+    begin(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(CannotWrite) as refused, opened(tmp_path):
+        pass
+    said = f"{tmp_path / name} cannot be read and written: Is a directory. Nothing was changed"
+    assert str(refused.value).startswith(said)
+
+
+def test_a_folder_of_the_suites_is_not_written_into(tmp_path: Path) -> None:
+    (tmp_path / "perf.csv").write_bytes(b"cell,note\r\n")
+    with pytest.raises(InvalidInput, match=r"has perf.csv, of something else"), opened(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["perf.csv"]
+
+
+def test_what_another_process_finishes_meanwhile_is_not_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read again under the lock."""
+    begin(tmp_path)
+    flock = fcntl.flock
+
+    def finish_before(file: int, how: int) -> None:
+        facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+        (tmp_path / "environment.json").write_text(json.dumps(facts | {"finished": True}))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", finish_before)
+    with pytest.raises(InvalidInput, match="is finished"), opened(tmp_path):
         pass
 
 

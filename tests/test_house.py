@@ -188,6 +188,19 @@ def test_commands_name_extras_and_environments_that_exist(name: str) -> None:
         assert set(asked.split(",")) <= environments
 
 
+def test_no_message_names_the_package_as_an_index_would_have_it() -> None:
+    files = [*MODULES, *sorted((ROOT / "perf").glob("*.py"))]
+    assert len(files) > 100
+    assert [path.name for path in files if "rmsnorm-raw[" in path.read_text("utf-8")] == []
+    extras = {
+        extra
+        for path in files
+        for extra in re.findall(r"\binstall\('(\w+)'\)", path.read_text("utf-8"))
+    }
+    known = set(re.findall(r"^(\w+) = \[\"", read("pyproject.toml"), re.MULTILINE))
+    assert {"rocm", "cpu"} <= extras <= known
+
+
 def test_the_first_commands_are_the_promised_ones_and_ci_runs_the_tests() -> None:
     first, *tests = re.findall(r"```sh\n(.+?)\n```", read("README.md"), re.DOTALL)[:3]
     assert first == 'pip install -e ".[cpu]" && rmsnorm-raw sweep --quick'

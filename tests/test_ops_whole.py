@@ -194,7 +194,7 @@ def test_results_unpack_as_they_always_have() -> None:
     made = rmsnorm_fwd(x, weight, residual=x)
     y, rstd = made
     assert (y is made.y, rstd is made.rstd) == (True, True)
-    assert (made[0] is y, made[1] is rstd, made[-1] is rstd) == (True, True, True)
+    assert (made[0] is y, made[1] is rstd, made[-1] is rstd, len(made)) == (True, True, True, 2)
     back = rmsnorm_bwd(x, x, weight, need_dbias=True, residual_dtype="fp32")
     dx, dweight = back
     assert (dx is back.dx, dweight is back.dweight) == (True, True)

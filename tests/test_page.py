@@ -134,6 +134,19 @@ def test_numbers_of_coordinates_are_plain() -> None:
     ]
 
 
+@pytest.mark.parametrize("highest", [0.0, 99.0, 200.0, 201.0, 1000.0, 1e9, 1e15])
+def test_an_axis_has_few_ticks_however_far_it_goes(highest: float) -> None:
+    line = plots.curves("a", "a", ["1×1"], [("ours", 0, [highest])], "percent")
+    rows = [("1×1", highest, highest, 1.0)]
+    pair = plots.dumbbells("a", "a", rows, ("ladder", "tuned"), "percent", 1.0)
+    for plot in (line, pair):
+        ticks = re.findall(r'class="soft">(\d+)</text>', plot.body)
+        step = int(ticks[1])
+        assert 2 <= len(ticks) <= 11
+        assert ticks == [str(step * place) for place in range(len(ticks))]
+        assert step == 20 if highest <= 200 else step % 20 == 0
+
+
 def test_a_table_in_markdown_keeps_its_columns() -> None:
     table = page.Table("c", ("a", "b"), [["x|y", "1"]], strong=frozenset({(0, 1)}))
     assert page.markdown([table], "p") == "c:\n\n| a | b |\n| :-- | --: |\n| x\\|y | **1** |\n"

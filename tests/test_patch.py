@@ -20,6 +20,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
 
 from rmsnorm_raw import nn  # noqa: E402
+from rmsnorm_raw.errors import InvalidInput  # noqa: E402
 from rmsnorm_raw.nn import norm, whole  # noqa: E402
 
 #: model type -> the class of its norms, and how many a layer has
@@ -359,3 +360,10 @@ def test_nothing_of_transformers_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("call", [nn.patch, nn.unpatch])
+@pytest.mark.parametrize("model", [3, None, torch.nn.RMSNorm, {"norm": torch.nn.RMSNorm(4)}])
+def test_what_is_no_module_is_refused_with_what_to_give(call: Any, model: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"give a torch\.nn\.Module"):
+        call(model)

@@ -273,7 +273,35 @@ def test_no_bar_is_held_to_simulated_times(tmp_path: Path, times: dict[Problem, 
     assert "the run is simulated" in done.stdout
 
 
+def test_a_run_that_was_ended_early_is_named(judged: Judged, times: dict[Problem, Times]) -> None:
+    said = "NOT FINISHED: the run was ended before its last cell"
+    assert said not in judged(times)[1]
+    assert said in judged(times, finished=False)[1]
+
+
+@pytest.mark.parametrize("name", ["perf.csv", "environment.json"])
+def test_what_is_no_run_is_named(
+    name: str, tmp_path: Path, times: dict[Problem, Times], bars: ModuleType
+) -> None:
+    folder = write_run(tmp_path / "run", times)
+    (folder / name).unlink()
+    said: list[str] = []
+    assert bars.main([str(folder)], said.append) == 2
+    assert said == [f"{folder} has no {name}: give the folder that pytest perf --out wrote"]
+
+
+def test_a_piece_of_a_row_is_none(
+    tmp_path: Path, times: dict[Problem, Times], bars: ModuleType
+) -> None:
+    folder = write_run(tmp_path / "run", times)
+    whole = (folder / "perf.csv").read_bytes()
+    (folder / "perf.csv").write_bytes(whole[:-40])
+    before = sum(map(len, bars.load(write_run(tmp_path / "whole", times)).rows.values()))
+    assert sum(map(len, bars.load(folder).rows.values())) == before - 1
+
+
 def test_without_a_run_the_usage_is_printed() -> None:
-    done = run()
-    assert done.returncode == 1
-    assert "usage: python -m perf.bars RUN_DIR [AGAIN_DIR]" in done.stderr
+    done, helped = run(), run("--help")
+    assert (done.returncode, helped.returncode) == (2, 0)
+    for text in (done.stderr, helped.stdout):
+        assert text.startswith("usage: python -m perf.bars [-h] RUN_DIR [AGAIN_DIR]\n")

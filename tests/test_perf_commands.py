@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +83,22 @@ def test_a_command_wants_a_gpu(command: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert f"perf.{command} needs a GPU" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["bars", "static_gate", "whole_operator"])
+def test_each_option_of_a_command_has_a_help(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[argparse.Action] = []
+
+    def parse(parser: argparse.ArgumentParser, *_: object) -> None:
+        options.extend(parser._actions)
+        raise SystemExit
+
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    with pytest.raises(SystemExit):
+        runpy.run_module(f"perf.{command}", run_name="__main__")
+    assert len(options) > 2
+    assert [option.dest for option in options if not option.help] == []
 
 
 @pytest.mark.parametrize("backend", ["formula", "simulator"])

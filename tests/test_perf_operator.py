@@ -19,7 +19,7 @@ import pytest
 
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.bandwidth import PROBES, Reading, Roofline, Variant
-from rmsnorm_raw.measure import Samples
+from rmsnorm_raw.measure import TIMING_PROTOCOL, Samples
 from rmsnorm_raw.study import peer_gate
 from rmsnorm_raw.study.providers import Provider
 from rmsnorm_raw.study.whole_cells import WholeCell, whole_cells
@@ -558,6 +558,7 @@ def test_the_command_writes_its_tables_and_fails_with_a_bar(
     assert float(rows[heads, "ours"]["pct_matched"]) == pytest.approx(80 * gbps, abs=0.01)
     facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert facts["missing"] == ["not here"]
+    assert facts["timing_protocol"] == TIMING_PROTOCOL
     assert facts["drift_pct"] == pytest.approx(1.0)
     assert facts["command"].startswith("python -m perf.whole_operator --cells heads-f,")
     text = (tmp_path / "operator.txt").read_text(encoding="utf-8")

@@ -23,7 +23,9 @@ from rmsnorm_raw.bandwidth import PROBES, Reading, Roofline, Variant
 from rmsnorm_raw.check import Verdict
 from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study import report
 from rmsnorm_raw.study.cells import cells
+from rmsnorm_raw.study.files import read_run
 from rmsnorm_raw.study.providers import Cell, Contender, Provider
 
 pytest.importorskip("pytest_benchmark", reason="pip install pytest-benchmark")
@@ -97,6 +99,7 @@ def test_the_json_carries_the_cell_and_the_environment(ran: tuple[Path, str]) ->
     for found in (report["rmsnorm_raw"], environment):
         assert found["backend"] == "cpu"
         assert found["device"]["simulated"] is True
+        assert found["timing_protocol"] == measure.TIMING_PROTOCOL
         assert {"packages", "compilers", "wall_s", "providers"} <= found.keys()
     machine = report["machine_info"]["rmsnorm_raw"]
     assert machine["device"]["name"] == "CPU simulator, wave 64"
@@ -153,6 +156,126 @@ def test_a_table_has_the_suites_beside_the_cells(beside: Any) -> None:
         assert f"\n{start}" in printed
 
 
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def suites(out: Path, *more: str, chosen: str = "fwd-1x4096-fp16-fp32") -> tuple[int, str]:
+    """The exit code of some suites, and all that they said."""
+    command = ("-m", "pytest", str(PERF), "-k", chosen, "-p", "no:cacheprovider")
+    done = run(*command, "--out", str(out), *more)
+    return done.returncode, done.stdout + done.stderr
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    facts = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+    assert isinstance(facts, dict)
+    return facts
+
+
+def test_results_are_not_written_over(ran: tuple[Path, str]) -> None:
+    before = files_of(ran[0])
+    code, said = suites(ran[0], "--benchmark-only")
+    assert code == 4
+    assert f"{ran[0]} has perf.csv and environment.json of another run" in said
+    assert "give another folder" in said
+    assert files_of(ran[0]) == before
+
+
+@pytest.mark.parametrize("name", ["sweep.csv", "environment.json"])
+def test_nor_are_those_of_another_command(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    code, said = suites(tmp_path)
+    assert (code, f"has {name} of another run" in said) == (4, True)
+    assert files_of(tmp_path) == {name: b"{}"}
+
+
+@pytest.mark.parametrize("under", [".", "under"])
+def test_a_folder_that_cannot_be_made_is_a_wrong_option(under: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, said = suites(tmp_path / "file" / under)
+    assert code == 4
+    assert "give a folder that you can write" in said
+    assert "INTERNALERROR" not in said
+
+
+def test_several_processes_do_not_write_one_table(tmp_path: Path) -> None:
+    pytest.importorskip("xdist", reason="pip install pytest-xdist")
+    code, said = suites(tmp_path / "out", "-n", "2")
+    assert (code, "times one call at a time: no -n" in said) == (4, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_has_ended_with_its_last_cell(ran: tuple[Path, str]) -> None:
+    assert facts_of(ran[0])["finished"] is True
+
+
+#: a plugin that does something in a cell
+PLUGIN = """
+import os, signal
+def pytest_runtest_call(item):
+    if "bf16-bf16" in item.name:
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "more"),
+    [
+        ("raise KeyboardInterrupt", ()),
+        ("raise ValueError", ("-x",)),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ()),
+    ],
+)
+def test_a_run_that_was_ended_early_says_so(
+    what: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "ender.py").write_text(PLUGIN.format(what))
+    paths = os.pathsep.join((str(tmp_path), str(ROOT)))
+    command = ("-m", "pytest", str(PERF), "-k", "fwd-1x4096", "-p", "ender", *more)
+    out = tmp_path / "out"
+    assert run(*command, "--out", str(out), "-p", "no:cacheprovider", PYTHONPATH=paths).returncode
+    with (out / "perf.csv").open(newline="", encoding="utf-8") as file:
+        assert [row["weight"] for row in csv.DictReader(file)] == ["fp16", "fp32"]
+    facts = facts_of(out)
+    assert facts["finished"] is False
+    assert facts["device"]["simulated"] is True
+    assert "The run did not end" in report.make([out]).files["report.md"]
+
+
+@pytest.mark.parametrize("room_bytes", [1024, 4096])  # for no facts; for those and some rows
+def test_a_full_disk_ends_a_run_with_a_message(room_bytes: int, tmp_path: Path) -> None:
+    limit = f"import resource as r; r.setrlimit(r.RLIMIT_FSIZE, ({room_bytes},) * 2)"
+    begin = f"import pytest, sys; {limit}; sys.exit(pytest.main(sys.argv[1:]))"
+    out = tmp_path / "out"
+    done = run(
+        "-c", begin, str(PERF), "-k", "fwd-", "-p", "no:cacheprovider", "--out", str(out),
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 2
+    assert f"{out} cannot be written: File too large." in said
+    assert "rows are kept; make room there" in said
+    assert "Traceback" not in said
+    assert "INTERNALERROR" not in said
+    if room_bytes == 4096:
+        assert facts_of(out)["finished"] is False
+        assert read_run(out).torn
+    judged = run("-m", "perf.bars", str(out))
+    assert "Traceback" not in judged.stderr
+    assert ("has no environment.json" in judged.stdout) is (room_bytes == 1024)
+
+
+@pytest.mark.parametrize("times", ["1", "0.5", "-2", "nan", "inf"])
+def test_a_planted_slowdown_is_one(times: str) -> None:
+    paths = {"PYTHONPATH": os.pathsep.join((str(ROOT / "tests"), str(ROOT)))}
+    done = run("-m", "pytest", str(PERF), "-p", "slower", f"--slower={times}", "--co", **paths)
+    assert done.returncode == 4
+    assert f"--slower {times} is no slowdown" in done.stderr
+
+
 # ---- pytest-benchmark's own ways, as its users know them -----------------------------------------
 
 
@@ -199,17 +322,19 @@ Make = Callable[..., Any]
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     """A session of the suites on a virtual GPU."""
 
-    def make(gpu: VirtualGpu, out: Path | None = tmp_path) -> Any:
+    def make(gpu: VirtualGpu, *, writes: bool = False) -> Any:
         conftest, clock = suite("conftest"), suite("clock")
         for module in (clock, conftest, measure):
             monkeypatch.setattr(module, "perf_counter", gpu.perf_counter)
         monkeypatch.setattr(conftest, "get_backend", lambda: gpu)
-        options = {"--out": out, "--beyond": False, "--quack-search": False}
+        options = {"--beyond": False, "--quack-search": False}
+        options |= {"--out": tmp_path if writes else None}
         invocation = SimpleNamespace(args=("perf",))
         session = conftest.Session(
             SimpleNamespace(getoption=options.__getitem__, invocation_params=invocation)
         )
-        session.opening = probes()
+        monkeypatch.setattr(conftest.bandwidth, "roofline", lambda *a, **k: probes())
+        session.begin(set())
         return session
 
     return make
@@ -302,40 +427,47 @@ def test_a_host_that_waits_for_the_device_gets_no_time(start: Make) -> None:
     assert not session.rows[-1]["times_us"]
 
 
-def test_a_peer_that_fails_its_gate_has_a_row_and_no_time(start: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [WrongResult, SystemExit])
+def test_a_peer_that_fails_has_a_row_and_no_time(
+    error: type[BaseException], start: Make, tmp_path: Path
+) -> None:
     gpu = VirtualGpu()
-    session = start(gpu)
+    session = start(gpu, writes=True)
 
     def refuse(cell: Cell) -> Contender:
-        raise WrongResult("y is off")
+        raise error("y is off")
 
     peer = replace(provider(gpu, "liger", 5.0), prepare=refuse)
-    with pytest.raises(WrongResult):
+    with pytest.raises(error):
         session.run(Bench(session.clock), PROBLEM, peer)
     session.run(Bench(session.clock), PROBLEM, provider(gpu, "ours", 5.0))
     with (tmp_path / "perf.csv").open(newline="", encoding="utf-8") as file:
         failed, timed = csv.DictReader(file)
     assert (failed["verdict"], failed["note"], failed["times_us"]) == (
-        "WrongResult",
+        error.__name__,
         "y is off",
         "",
     )
     assert timed["verdict"] == "PASS"
     (line,) = (line for line in suite("conftest").table(session) if "liger" in line)
-    assert "WrongResult: y is off" in line
+    assert f"{error.__name__}: y is off" in line
 
 
 def test_percentages_and_ratios_beside_the_peers(
     start: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = VirtualGpu()
-    session = start(gpu)
+    session = start(gpu, writes=True)
+    facts = json.loads((session.out / "environment.json").read_text(encoding="utf-8"))
+    assert (facts["finished"], facts["roofline_closing"]) == (False, None)
+    assert facts["roofline_opening"]["copy"]["gbps"] == 4000
     benches = {}
     for name, device_us in (("ours", 250.0), ("quack", 275.0), ("torch", 400.0)):
         benches[name] = Bench(session.clock)
         session.run(benches[name], PROBLEM, provider(gpu, name, device_us))
     conftest = suite("conftest")
     monkeypatch.setattr(conftest.bandwidth, "remeasure", lambda opening, *a, **k: opening)
+    session.ended = True
     session.finish()
     info = benches["ours"].extra_info
     assert info["gbps"] == pytest.approx(PROBLEM.logical_bytes() / 250e3, abs=0.1)
@@ -348,8 +480,7 @@ def test_percentages_and_ratios_beside_the_peers(
     assert "fwd, geometric mean over 1 cells, torch / ours: 1.600 [1.600, 1.600]" in lines
     assert not any("simulated" in line or "SUSPECT" in line for line in lines)
     facts = json.loads((session.out / "environment.json").read_text(encoding="utf-8"))
-    assert facts["suspect"] is False
-    assert facts["drift_pct"] == 0
+    assert (facts["finished"], facts["suspect"], facts["drift_pct"]) == (True, False, 0)
     assert facts["roofline_closing"]["copy"]["gbps"] == 4000
     assert facts["command"] == ["pytest", "perf"]
 

@@ -18,14 +18,15 @@ import rmsnorm_raw
 from rmsnorm_raw.cli import app
 from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.stats import Outcome
-from rmsnorm_raw.study import between, report
+from rmsnorm_raw.study import archives, report
+from rmsnorm_raw.study.files import read_run
 from rmsnorm_raw.study.gains import counts as count_pairs
 from rmsnorm_raw.study.runs import (
     ARCHIVE_PROBE,
+    PAIRS,
     archive_pairs,
     archive_rows,
     cell_of,
-    read_run,
     study_cells,
 )
 
@@ -124,7 +125,7 @@ def test_the_archives_medians_give_the_published_headline() -> None:
         ("H200 backward", "searched", "407.120", "3956.5"),
         ("H100 backward", "searched", "540.608", "2979.6"),
     }
-    rows = between.headline_rows()
+    rows = archives.headline_rows()
     assert len(rows) == 8  # 2 hosts, 2 operations, 2 paths
     assert published <= {tuple(row[:4]) for row in rows}
     percents = {tuple(row[:2]): row[4] for row in rows}
@@ -194,6 +195,7 @@ def test_amds_published_figures_stand_beside_with_percents_of_the_same_probe() -
     assert "Quack, H200 % of write" not in row  # its denominator was the other probe
     text = made.files["report.md"]
     assert "Percentages of different probes do not compare" in text
+    assert "FlyDSL's forward comes to 124 % of copy: its publisher's copy probe" in text
 
 
 # ---- the committed run ---------------------------------------------------------------------------
@@ -257,6 +259,7 @@ def test_tables_carry_the_csvs_figures() -> None:
                 assert line["our best GB/s"] == row["gbps"]
                 assert line[f"% of {matched}"] == row[f"pct_{matched}"]
                 assert line["% of write (best)"] == row["pct_write"]
+                assert line["our best config"] == row["config"]
     assert (
         "compile, bwd 512×4096 bf16/bf16: Unmeasurable, the host was late"
         in (made.files["report.md"])
@@ -349,6 +352,10 @@ def test_a_sweep_that_has_not_ended_says_so_and_a_suspect_one_too(tmp_path: Path
     assert "ended before them" in report.make([none]).files["report.md"]
     half = write_run(tmp_path / "half", rows, change=lambda facts: facts.pop("roofline_closing"))
     assert "did not reach its end" in report.make([half]).files["report.md"]
+    left = write_run(tmp_path / "left", rows, change=lambda facts: facts.update(finished=False))
+    text = report.make([half, left]).files["comparison.md"]
+    assert "B: The run did not end: cells may be missing." in text
+    assert "A: The run did not end" not in text
 
     def drift(facts: dict[str, Any]) -> None:
         facts["suspect"] = True
@@ -373,8 +380,100 @@ def test_a_simulated_run_has_times_that_mean_nothing_and_no_speeds(tmp_path: Pat
     assert "times of the simulator mean nothing" in text
     assert "ours simulated µs" in text
     assert "fewer rows than they name" in text
+    assert "## Forward, simulated, at most 67 rows of each cell" in text
+    assert "cold calls" not in text
+    assert "run's opening probe" not in text
     assert "our best GB/s" not in text
     assert not any("curves" in name for name in made.files)
+
+
+def test_a_page_says_what_its_tables_are_of() -> None:
+    text = report.make([RESULTS]).files["report.md"]
+    said = (
+        "Times are of cold calls: the caches are evicted before each. Percentages are of the run's"
+    )
+    assert text.count(said) == 2  # forward and backward
+    assert "are in `perf.csv` alone" in text
+    words = re.findall(r"^- (.+?)[:,] ", text.partition("## Glossary")[2], re.MULTILINE)
+    assert words == [
+        "ladder", "config", "quack", "variant of a probe", "% of write (best)", "cold",
+        "dumbbells", "timing protocol",
+    ]  # fmt: skip
+
+
+def environment_of(folder: Path, change: Callable[[dict[str, Any]], object]) -> dict[str, str]:
+    made = report.make([write_run(folder, some_rows("ours"), change=change)])
+    return {row["what"]: row["found"] for row in table_of(made, "What the run stood on")}
+
+
+def test_the_environment_says_when_a_fact_was_read_and_of_compilers_the_version(
+    tmp_path: Path,
+) -> None:
+    used = "with what the run itself used: "
+    ended = environment_of(tmp_path / "a", lambda facts: facts.update(idle=[{"state": "idle"}]))
+    assert ended["nvidia gpus"].startswith(f"at the end, {used}name: NVIDIA H200; ")
+    assert ended["idle"].endswith("without what the run itself used: state: idle")
+    assert re.fullmatch(
+        r"c\+\+: c\+\+ \(.+\) [\d.]+; nvcc: Cuda compilation tools, release [\d.]+, V[\d.]+",
+        ended["compilers"],
+    )
+    killed = environment_of(tmp_path / "b", lambda facts: facts.update(finished=False))
+    assert killed["nvidia gpus"].startswith("at the beginning: name: NVIDIA H200; ")
+
+
+def protocol(number: int) -> Callable[[dict[str, Any]], object]:
+    return lambda facts: facts.update(timing_protocol=number)
+
+
+def test_a_run_without_a_timing_protocol_is_of_the_first(tmp_path: Path) -> None:
+    assert environment_of(tmp_path / "a", lambda facts: None)["timing protocol"].startswith("1: ")
+    assert environment_of(tmp_path / "b", protocol(2))["timing protocol"] == "2"
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "AMD Instinct MI355X"])
+@pytest.mark.parametrize(("number", "said"), [(None, 0), (1, 0), (2, 1)])
+def test_short_calls_of_two_timing_protocols_are_not_compared(
+    tmp_path: Path, device: str, number: int | None, said: int
+) -> None:
+    def change(facts: dict[str, Any]) -> None:
+        facts["device"]["name"] = device
+        facts |= {} if number is None else {"timing_protocol": number}
+
+    old = write_run(tmp_path / "old", some_rows("ours"))
+    new = write_run(tmp_path / "new", some_rows("ours"), change=change)
+    text = report.make([old, new]).files["comparison.md"]
+    assert (
+        text.count("A was timed by protocol 1 and B by 2, so times of short calls do not") == said
+    )
+    assert text.count("launch's turn") == said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"verdict": "FAIL", "note": "y is wrong"}, "FAIL, y is wrong; its time of 0.5 µs"),
+        ({"verdict": "FAIL", "note": ""}, "FAIL, its time of 0.5 µs does not count"),
+        ({"median_us": ""}, "PASS, 60 rounds"),
+    ],
+)
+def test_a_row_without_a_median_or_a_pass_has_no_figure(
+    tmp_path: Path, change: Row, said: str
+) -> None:
+    rows = some_rows("ours", "quack")
+    index = next(i for i, row in enumerate(rows) if row["provider"] == "ours")
+    was = rows[index]
+    rows[index] = was | {"median_us": "0.5", "pct_matched": "999", "note": "60 rounds"} | change
+    folder = write_run(tmp_path, rows)
+    (row,) = (row for row in read_run(folder).timings if row.us is None)
+    assert not any((row.interval_us, row.gbps, row.pct, row.times_us))
+    made = report.make([folder])
+    assert f"- ours, {row.cell}: {said}" in made.files["report.md"]
+    assert not any("999" in text for name, text in made.files.items() if name.endswith(".svg"))
+    op = {"fwd": "Forward", "bwd": "Backward"}[was["op"]]
+    table = {line["rows×columns x/weight"]: line for line in table_of(made, f"{op}, medians")}
+    line = table[row.cell.name]
+    assert line["ours µs"] == row.verdict
+    assert line["our best GB/s"] == line["our best config"] == "–"
 
 
 @pytest.mark.parametrize("cut", [20, 3000])  # in the last row's samples; in the row before
@@ -485,6 +584,105 @@ def test_the_noise_is_stated_and_decides(tmp_path: Path) -> None:
     assert command(*folders, "--check", "--noise", "5")[0] == 0
 
 
+def between_of(made: report.Report) -> str:
+    """The section of two runs."""
+    return made.files["comparison.md"].partition("## B against A")[2].partition("## A: ")[0]
+
+
+def capped(rows: Iterable[Row], most: int) -> list[Row]:
+    return [row | {"rows_run": str(min(int(row["m"]), most))} for row in rows]
+
+
+def failed(rows: Iterable[Row]) -> list[Row]:
+    names = {"median_us", "low_us", "high_us", "times_us", "gbps"}
+    return [
+        {name: "" if name in names or "pct_" in name else text for name, text in row.items()}
+        | {"verdict": "FAIL", "note": "y is wrong"}
+        for row in rows
+    ]
+
+
+def test_cells_of_which_other_rows_were_run_have_no_verdict(tmp_path: Path) -> None:
+    rows = some_rows("ours")
+    before = write_run(tmp_path / "before", rows)
+    after = write_run(tmp_path / "after", capped(scaled(rows, 0.1), 4096))
+    made = report.make([before, after])
+    found = verdicts(made, "Forward, ours: speed")
+    assert set(found) == {f"4096×4096 {pair}" for pair in PAIRS}
+    (summary, _) = table_of(made, "Verdicts")
+    assert (summary["cells"], summary["FASTER"], summary["not compared"]) == ("5", "5", "10")
+    items = re.findall("^- (.+)$", between_of(made), re.MULTILINE)
+    assert items[0].startswith("forward, ours: A ran 32768 rows and B ran 4096 rows, 10 cells: 32")
+    assert len(items) == 2  # and backward's
+
+
+def test_two_runs_of_as_few_rows_are_compared(tmp_path: Path) -> None:
+    rows = capped(some_rows("ours"), 1024)
+    folders = [write_run(tmp_path / name, rows) for name in ("before", "after")]
+    made = report.make(folders)
+    assert [row["not compared"] for row in table_of(made, "Verdicts")] == ["0", "0"]
+    assert "Not compared" not in between_of(made)
+
+
+def test_a_capped_run_stands_beside_no_published_figure(tmp_path: Path) -> None:
+    whole = some_rows("ours")
+    made = report.make([write_run(tmp_path, capped(whole, 4096))])
+    for line in table_of(made, "Forward: our best of"):
+        cell = line["rows×columns x/weight"]
+        figures = {text for title, text in line.items() if title.startswith("this run ")}
+        assert (figures != {"–"}) == cell.startswith("4096×4096 "), cell
+    assert made.files["report.md"].count("Of 10 cells this run ran fewer rows") == 2
+    none = report.make([write_run(tmp_path, whole)])
+    assert "fewer rows" not in none.files["report.md"]
+
+
+@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("other", [False, True], ids=["one device", "two"])
+def test_a_cell_that_lost_its_time_is_told(tmp_path: Path, later: bool, other: bool) -> None:
+    rows = some_rows("ours")
+    lost = [row for row in rows if row["n"] == "8192"]
+    gone = [row for row in rows if row["n"] == "1024"]
+    rest = [row for row in rows if row["n"] == "4096"]
+
+    def change(facts: dict[str, Any]) -> None:
+        facts["device"]["name"] = "AMD Instinct MI355X" if other else "NVIDIA H200"
+
+    folders = [
+        write_run(tmp_path / "a", rows),
+        write_run(tmp_path / "b", [*rest, *failed(lost)], change=change),
+    ]
+    assert len(lost) == len(gone) == 10
+    made = report.make(folders if later else folders[::-1])
+    letter = "B" if later else "A"
+    name = "forward" if other else "forward, ours"
+    text = between_of(made)
+    for said, n in ((f"{letter} has FAIL and no time", 8192), (f"{letter} has no row", 1024)):
+        cells = ", ".join(f"32768×{n} {pair}" for pair in PAIRS)
+        assert f"\n- {name}: {said}, 5 cells: {cells}\n" in text
+    if not other:
+        (summary, _) = table_of(made, "Verdicts")
+        assert (summary["cells"], summary["not compared"]) == ("5", "10")
+
+
+def test_a_run_in_which_every_cell_failed_has_no_ratio(tmp_path: Path) -> None:
+    rows = some_rows("ours")
+    folders = [write_run(tmp_path / "a", rows), write_run(tmp_path / "b", failed(rows))]
+    made = report.make(folders)
+    (summary, _) = table_of(made, "Verdicts")
+    assert (summary["cells"], summary["geometric mean"]) == ("0", "–")
+    assert summary["not compared"] == "15"
+    assert "no cell of ours to compare" in between_of(made)
+    both = report.make([folders[1], write_run(tmp_path / "c", failed(rows))])
+    assert table_of(both, "Verdicts") == []  # none lost a time: each run's own sections tell
+
+
+def test_a_provider_of_one_run_alone_is_told(tmp_path: Path) -> None:
+    both = write_run(tmp_path / "a", some_rows())
+    ours = write_run(tmp_path / "b", some_rows("ours"))
+    assert "- quack: B has no row of it" in between_of(report.make([both, ours]))
+    assert "- quack: A has no row of it" in between_of(report.make([ours, both]))
+
+
 def test_a_path_is_compared_with_a_run_that_has_none(tmp_path: Path) -> None:
     before = write_run(tmp_path / "before", some_rows())
     after = write_run(tmp_path / "after", with_paths(some_rows(), 0.9), "sweep.csv")
@@ -493,6 +691,8 @@ def test_a_path_is_compared_with_a_run_that_has_none(tmp_path: Path) -> None:
     assert summary["forward, ours → ours tuned"]["FASTER"] == "15"
     assert summary["forward, ours → ours ladder"]["FASTER"] == "0"
     assert summary["forward, quack"]["cells"] == "15"  # a control
+    assert "backward, ours → ours tuned" not in summary  # no record is no loss
+    assert {row["not compared"] for row in summary.values()} == {"0"}
     assert "a sweep times a cell by itself" in made.files["comparison.md"]
 
 
@@ -632,3 +832,32 @@ def test_a_folder_that_cannot_be_written_is_an_error(run_folder: Path, tmp_path:
     code, said = command(run_folder, "--out", tmp_path / "file" / "below")
     assert code == 2
     assert "cannot be written" in said
+
+
+def test_on_a_full_disk_the_old_page_stays(run_folder: Path) -> None:
+    assert command(run_folder)[0] == 0
+    before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
+    edit(run_folder / "perf.csv", "373.184", "363.184")
+    before[run_folder / "perf.csv"] = (run_folder / "perf.csv").read_bytes()
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); "
+        "from rmsnorm_raw.cli import app; app()"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code, "report", str(run_folder)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": package_folder(), "PYTHONDONTWRITEBYTECODE": "1"},
+    )  # fmt: skip
+    assert found.returncode == 2, found.stderr
+    assert "What was there stays" in found.stderr
+    assert "Traceback" not in found.stderr
+    assert {p: p.read_bytes() for p in run_folder.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("noise", ["inf", "1e400", "nan", "-1", "-inf"])
+def test_a_noise_that_is_no_percentage_is_refused(run_folder: Path, noise: str) -> None:
+    code, said = command(run_folder, "--noise", noise)
+    assert code == 2
+    assert "--noise" in said
+    assert not list(run_folder.glob("report*"))
+    with pytest.raises(InvalidInput, match="--noise"):
+        report.make([run_folder], noise_pct=float(noise))

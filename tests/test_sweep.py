@@ -22,18 +22,18 @@ from rmsnorm_raw.check import Verdict
 from rmsnorm_raw.config import Config
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.dtypes import SHORT_NAME
-from rmsnorm_raw.errors import LaunchError, WrongResult
-from rmsnorm_raw.measure import Samples
+from rmsnorm_raw.errors import InvalidInput, LaunchError, WrongResult
+from rmsnorm_raw.measure import TIMING_PROTOCOL, Samples
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.source import Source
 from rmsnorm_raw.study import sweep as study
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, cells, published_rows
-from rmsnorm_raw.study.folder import whole_records
 from rmsnorm_raw.study.idle import Busy
 from rmsnorm_raw.study.origin import choose, find
 from rmsnorm_raw.study.providers import Cell, Contender, Provider
 from rmsnorm_raw.study.summary import geometric_mean, summary
 from rmsnorm_raw.study.sweep import COLUMNS, PERCENT_OF, Outcome, Row, sweep, time_columns
+from rmsnorm_raw.study.table_file import whole_records
 
 #: one small cell an operation, and one that is larger than the cap on rows
 FORWARD = Problem.forward(3, 256, "bfloat16", weight_dtype="float32")
@@ -208,7 +208,8 @@ def test_an_interrupted_sweep_keeps_the_rows_written_so_far(cpu64: Backend, tmp_
     with pytest.raises(KeyboardInterrupt):
         sweep(cpu64, tmp_path, problems=FEW, rows_cap=4, progress=interrupt)
     assert [row["verdict"] for row in rows_of(tmp_path / "sweep.csv")] == ["PASS", "PASS"]
-    assert facts_of(tmp_path / "environment.json")["backend"] == "cpu"
+    facts = facts_of(tmp_path / "environment.json")
+    assert (facts["backend"], facts["timing_protocol"]) == ("cpu", TIMING_PROTOCOL)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
@@ -346,7 +347,7 @@ def test_a_peer_has_its_row_beside_ours(cpu64: Backend, tmp_path: Path) -> None:
     assert named["torch"]["path"].endswith("torch/nn/functional.py")
 
 
-def planted(name: str, error: Exception) -> Provider:
+def planted(name: str, error: BaseException) -> Provider:
     def refuse(cell: Cell) -> Contender:
         raise error
 
@@ -355,14 +356,19 @@ def planted(name: str, error: Exception) -> Provider:
 
 @pytest.mark.parametrize(
     ("error", "verdict"),
-    [(WrongResult("y is off"), "FAIL"), (ZeroDivisionError(), "ZeroDivisionError")],
+    [
+        (WrongResult("y is off"), "FAIL"),
+        (ZeroDivisionError(), "ZeroDivisionError"),
+        (RuntimeError("x" * 200_000), "RuntimeError"),  # of csv a field has 131,072 characters
+        (SystemExit(0), "SystemExit"),
+    ],
 )
 def test_a_peer_that_fails_has_a_row_and_stops_nobody(
-    error: Exception, verdict: str, cpu64: Backend, tmp_path: Path
+    error: BaseException, verdict: str, cpu64: Backend, tmp_path: Path
 ) -> None:
     chosen = [*choose([]), planted("quack", error)]
     outcome = sweep(cpu64, tmp_path, problems=FEW[:2], chosen=chosen, rows_cap=2)
-    assert [row["verdict"] for row in outcome.rows] == ["PASS", verdict] * 2
+    assert [row["verdict"] for row in rows_of(outcome.csv_path)] == ["PASS", verdict] * 2
     assert outcome.rows[1]["note"]
     assert not outcome.rows[1]["median_us"]
     assert any(
@@ -410,6 +416,38 @@ def test_a_sweep_goes_on_where_it_was_ended(cpu64: Backend, tmp_path: Path) -> N
     sessions = facts["sessions"]
     assert isinstance(sessions, list)
     assert [session["rows_kept"] for session in sessions] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "said"),
+    [
+        ("op", "fwd", "ours ladder fwd 3 256 bf16 fp32 has a row above it"),
+        ("provider", "mine", "mine ladder bwd 3 256 fp16 fp16 is no row of this run"),
+        ("pct_copy", "much", "pct_copy is 'much', no positive number"),
+        ("times_us", "1 2 x", "times_us is 'x', no positive number"),
+    ],
+)
+def test_a_table_that_was_edited_is_refused_and_nothing_is_changed(
+    column: str, text: str, said: str, cpu64: Backend, tmp_path: Path
+) -> None:
+    def interrupt(done: int, of: int, what: str) -> None:
+        if what.startswith(str(TALL)):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(cpu64, tmp_path, problems=FEW, rows_cap=4, progress=interrupt)
+    rows = rows_of(tmp_path / "sweep.csv")
+    if column == "op":
+        rows[1] = rows[0]
+    rows[1][column] = text
+    with (tmp_path / "sweep.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        table.writerows(rows)
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(InvalidInput, match=f"sweep.csv, line 3: {said}"):
+        sweep(cpu64, tmp_path, problems=FEW, rows_cap=4)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
 class Looks:

@@ -17,6 +17,7 @@ from virtual_gpu import VirtualGpu
 
 import rmsnorm_raw as rr
 from rmsnorm_raw import check, ladder, store, tuner
+from rmsnorm_raw.measure import TIMING_PROTOCOL
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study import tuning
 
@@ -59,7 +60,10 @@ def test_each_problem_has_a_row_and_a_second_run_asks_nothing(tmp_path: Path) ->
     assert {of for _, of in done} == {3}
     facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert facts["summary"] == tuning.summary(table)
+    assert facts["timing_protocol"] == TIMING_PROTOCOL
     assert facts["summary"][0] == "1 of 3 problems tuned; the ladder stays in 2"
+    correct, refused = (sum(int(row[it]) for row in written) for it in ("correct", "constraints"))
+    assert f"configs: {correct} correct, {refused} refused by the space" in facts["summary"]
     store.forget()
     asked = steps()
     again, _ = tuning.tune_all(THREE, GPU, tmp_path, steps=asked)
@@ -149,6 +153,7 @@ def test_an_ablation_leaves_a_table_and_its_environment(
     facts = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert facts["verdicts"] == tuning.verdicts(changes)
     assert facts["verdicts"]["FASTER"] == 1
+    assert facts["timing_protocol"] == TIMING_PROTOCOL
     assert all(bool(row["median_us"]) != bool(row["why_not"]) for row in rows)
     table = tuning.change_rows(changes)
     assert table[0][:3] == ["the ladder", LADDER.slug, "100.00"]

@@ -29,7 +29,13 @@ from rmsnorm_raw.backends.host_compiler import (
 from rmsnorm_raw.backends.prepared import OpenLaunch, PreparedLaunch
 from rmsnorm_raw.device import SIMULATED
 from rmsnorm_raw.environment import fork_safe_lock
-from rmsnorm_raw.errors import BackendUnavailable, InvalidInput, LaunchError, SimulatorError
+from rmsnorm_raw.errors import (
+    BackendUnavailable,
+    InvalidInput,
+    LaunchError,
+    SimulatorError,
+    install,
+)
 from rmsnorm_raw.source import Source
 
 Order = Literal["forward", "reverse", "shuffle"]
@@ -53,8 +59,8 @@ def why_unavailable(name: str) -> str | None:
     if compilers():
         return None
     return (
-        f"backend {name!r} needs a C++ compiler: pip install 'rmsnorm-raw[cpu]' (it brings "
-        "ziglang), or install the system's c++"
+        f"backend {name!r} needs a C++ compiler: {install('cpu')} (it brings ziglang), or "
+        "install the system's c++"
     )
 
 

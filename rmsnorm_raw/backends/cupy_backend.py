@@ -15,17 +15,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rmsnorm_raw import environment
 from rmsnorm_raw.backends import Code, Resources, Toolchain, nvrtc_assembly
 from rmsnorm_raw.backends.cuda_driver import launch_early
 from rmsnorm_raw.backends.driver_facts import device_spec
 from rmsnorm_raw.backends.offline import compile_offline
 from rmsnorm_raw.backends.prepared import Arguments, OpenLaunch, Pointer, PreparedLaunch
-from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
+from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError, install
 from rmsnorm_raw.source import Source
 
 INSTALL = {
-    "rocm": "pip install 'rmsnorm-raw[rocm]' (it needs the ROCm 7.0 SDK, hipcc included)",
-    "cuda": "pip install 'rmsnorm-raw[cuda13]' (or cuda12, by the driver's CUDA version)",
+    "rocm": f"{install('rocm')} (it needs the SDK of ROCm 7, hipcc included)",
+    "cuda": f"{install('cuda13')} (or cuda12, by the driver's CUDA version)",
+}
+#: what a CuPy that is installed, and does not import, lacks
+LIBRARIES = {
+    "rocm": "install ROCm 7, hipcc included; if it is here, name its lib folder in LD_LIBRARY_PATH",
+    "cuda": "install NVIDIA's driver and the CUDA toolkit; if they are here, name their lib folder "
+    "in LD_LIBRARY_PATH",
 }
 HIP_ERROR_INVALID_VALUE = 1
 
@@ -37,11 +44,13 @@ def why_unavailable(name: str) -> str | None:
     try:
         import cupy
     except ImportError as error:
-        return f"CuPy does not import ({_first_line(error)}): {INSTALL[name]}"
+        served = {environment.cupy_is_for(package) for package in environment.packages()} - {""}
+        if served and name not in served:
+            return _serves_another(name)
+        return f"CuPy does not import ({_first_line(_innermost(error))}): {LIBRARIES[name]}"
     runtime = cupy.cuda.runtime
     if runtime.is_hip != (name == "rocm"):
-        built_for = "ROCm" if runtime.is_hip else "CUDA"
-        return f"the installed CuPy is built for {built_for}: {INSTALL[name]}"
+        return _serves_another(name)
     try:
         devices = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
@@ -73,7 +82,21 @@ def backend_of_device(name: str, index: int) -> CupyBackend:
     return CupyBackend(name, index)
 
 
-def _first_line(error: Exception) -> str:
+def _serves_another(name: str) -> str:
+    built_for = "CUDA" if name == "rocm" else "ROCm"
+    return (
+        f"the installed CuPy is built for {built_for}, and two in one environment break each "
+        f"other: {name} wants an environment of its own"
+    )
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What an error began with: CuPy's own says nothing of the library that is missing."""
+    deeper = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error if deeper is None else _innermost(deeper)
+
+
+def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip(" =")), repr(error))
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from rmsnorm_raw.device import DeviceSpec
 from rmsnorm_raw.environment import cache_dir
-from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError
+from rmsnorm_raw.errors import BackendUnavailable, CompileError, LaunchError, install
 from rmsnorm_raw.source import Source, target_defines
 
 #: of the cache; raise it when a key would have to give another object than it did
@@ -232,7 +232,7 @@ def version(compiler: tuple[str, ...]) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise BackendUnavailable(
             f"the C++ compiler {' '.join(compiler)!r} does not run ({error}): repair it, or take "
-            "it off PATH and pip install 'rmsnorm-raw[cpu]'"
+            f"it off PATH and {install('cpu')}"
         ) from error
     return asked.stdout
 

@@ -3,8 +3,10 @@
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:
+    from rmsnorm_raw.errors import install
+
     raise ModuleNotFoundError(
-        "rmsnorm_raw.nn needs PyTorch 2.10 or newer: pip install 'rmsnorm-raw[torch]'", name="torch"
+        f"rmsnorm_raw.nn needs PyTorch 2.10 or newer: {install('torch')}", name="torch"
     ) from error
 
 from rmsnorm_raw.nn.norm import EPS, RMSNorm, rms_norm

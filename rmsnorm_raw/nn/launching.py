@@ -102,6 +102,25 @@ def launch(
     return None
 
 
+def call_operator(operator: Any, *args: Any) -> Any:
+    """The results of a registered operator.
+
+    Raises:
+        InvalidInput: a gradient of torch.func is asked for: no registered operator has one.
+    """
+    if _is_compiling() or not _transforms():
+        return operator(*args)
+    try:
+        return operator(*args)
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+        raise InvalidInput(
+            "torch.func.grad, vjp and jacrev do not go through registered operators: take "
+            "torch.autograd.grad or backward(), or torch.func.jvp and jacfwd"
+        ) from error
+
+
 def empty_like(x: Any, prepared: layouts.Prepared, dtype: Any = None) -> Any:
     """A new contiguous tensor of x's shape and device, and of its dtype unless one is given."""
     index = x.get_device()

@@ -14,7 +14,7 @@ from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.extras import Casting, casting_of, number
 from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import whole
-from rmsnorm_raw.nn.launching import is_eager, require_tensors
+from rmsnorm_raw.nn.launching import call_operator, is_eager, require_tensors
 from rmsnorm_raw.nn.plain import PlainNorm, forward
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def rms_norm(x: Any, weight: Any = None, eps: float | None = None, **more: Unpac
     if forward_ad._current_level >= 0:  # forward mode, whose tangents are in no flag of a tensor
         return whole.by_formula(x, weight, None, None, None, Whole(eps))[0]
     if not eager:
-        return torch.ops.rmsnorm_raw.rmsnorm_fwd(x, weight, eps)[0]
+        return call_operator(torch.ops.rmsnorm_raw.rmsnorm_fwd, x, weight, eps)[0]
     wanted = x.requires_grad or (weight is not None and weight.requires_grad)
     if wanted and torch.is_grad_enabled():
         return PlainNorm.apply(x, weight, eps)

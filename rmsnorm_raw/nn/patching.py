@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.nn.norm import RMSNorm, rms_norm
 
 
@@ -70,7 +71,11 @@ def patch(model: Any) -> Patched:
 
     Returns:
         What was swapped, and what was left and why; print it.
+
+    Raises:
+        InvalidInput: the model is no module.
     """
+    _require_module(model)
     swapped, left = [], []
     for name, module in model.named_modules():
         kind = type(module)
@@ -93,7 +98,11 @@ def unpatch(model: Any) -> tuple[str, ...]:
 
     Returns:
         Their names.
+
+    Raises:
+        InvalidInput: the model is no module.
     """
+    _require_module(model)
     restored = []
     for name, module in model.named_modules():
         original = _ORIGINALS.get(type(module))
@@ -101,6 +110,12 @@ def unpatch(model: Any) -> tuple[str, ...]:
             module.__class__ = original
             restored.append(name)
     return tuple(restored)
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"{model!r:.80}"
+        raise InvalidInput(f"the model is {what}: give a torch.nn.Module, the model itself")
 
 
 # ---- formulas ------------------------------------------------------------------------------------

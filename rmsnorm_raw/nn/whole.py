@@ -26,6 +26,7 @@ from rmsnorm_raw.layouts import Whole
 from rmsnorm_raw.nn import formula
 from rmsnorm_raw.nn.launching import (
     DEVICES,
+    call_operator,
     dense,
     empty_like,
     is_batched,
@@ -63,9 +64,10 @@ def call(
     if forward_ad._current_level >= 0:
         y, _, residual_out, scales = by_formula(x, weight, bias, residual, scale, more)
     elif not eager:
-        y, _, residual_out, scales = torch.ops.rmsnorm_raw.rmsnorm_whole_fwd(
-            x, weight, bias, residual, scale, more.eps, more.weight_offset, more.casting,
-            more.per_head, more.out_dtype, more.residual_out_dtype, more.scale == "dynamic",
+        y, _, residual_out, scales = call_operator(
+            torch.ops.rmsnorm_raw.rmsnorm_whole_fwd, x, weight, bias, residual, scale, more.eps,
+            more.weight_offset, more.casting, more.per_head, more.out_dtype,
+            more.residual_out_dtype, more.scale == "dynamic",
         )  # fmt: skip
         scales = scales if more.scale == "dynamic" else None
     elif wanted:

@@ -1,4 +1,4 @@
-"""The sections of a report between runs: one run against another, and beside the archives."""
+"""The sections of a report between runs: one run against another."""
 
 from __future__ import annotations
 
@@ -8,28 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from rmsnorm_raw.bandwidth import MATCHED, PROBES
+from rmsnorm_raw.bandwidth import PROBES
 from rmsnorm_raw.stats import MIN_SAMPLES, Comparison, Outcome, compare, compare_intervals
-from rmsnorm_raw.study.gains import count_row, count_titles, pair_plot
-from rmsnorm_raw.study.page import Block, Heading, Plots, Table, Text
-from rmsnorm_raw.study.plots import Plot, intervals
+from rmsnorm_raw.study.page import Block, Heading, Items, Plots, Table, Text
+from rmsnorm_raw.study.plots import intervals
 from rmsnorm_raw.study.runs import (
-    ARCHIVE_PROBE,
     OP_OF,
     Cell,
-    Pair,
     Run,
     Timing,
-    archive_pairs,
-    archive_rows,
-    cell_of,
     is_ours,
 )
 from rmsnorm_raw.study.sections import (
     CELL,
     NONE,
-    PAIR,
-    percent,
     shown,
     value,
 )
@@ -38,12 +30,16 @@ from rmsnorm_raw.study.sections import (
 KIND = {
     Outcome.FASTER: "good", Outcome.SLOWER: "bad", Outcome.SAME: "same", Outcome.UNCLEAR: "same",
 }  # fmt: skip
-#: of the cell that the published study leads with
-HEADLINE = "32768×8192"
 PERCENTS_DIFFER = (
     "A percentage is of the probe that its column names. Percentages of different probes do not "
     "compare, nor do those of one probe taken on different devices say which device is faster: "
     "GB/s do."
+)
+
+#: why its times of short calls are of another kind, see "Measuring" in ARCHITECTURE.md
+PROTOCOL_1 = (
+    "those of protocol 1 have a launch's turn in them, or other calls of a batch, on an H200 up to "
+    "1 µs each"
 )
 
 
@@ -80,6 +76,12 @@ def comparison(before: Run, after: Run, noise: float, letters: tuple[str, str]) 
     if before.simulated or after.simulated:
         yield Text("Simulated times mean nothing, so they are not compared.")
         return
+    protocols = before.timing_protocol, after.timing_protocol
+    if protocols[0] != protocols[1]:
+        yield Text(
+            f"{first} was timed by protocol {protocols[0]} and {second} by {protocols[1]}, so "
+            "times of short calls do not compare" + f": {PROTOCOL_1}" * (1 in protocols) + "."
+        )
     if before.device != after.device:
         yield from _across(before, after, letters)
         return
@@ -118,17 +120,26 @@ def _series_by_series(
 ) -> Iterator[Block]:
     """What all series come to; of ours also a plot and a table."""
     first, second = letters
+    shared = shared_series(before, after)
     summary, plots, tables = [], [], []
-    for op, (one, other) in itertools.product(OP_OF, shared_series(before, after)):
-        found = list(_changes(before, after, op, (one, other), noise))
-        if not found:
+    told = [
+        f"{shown(name)}: {others} has no row of it"
+        for run, others, place in ((before, second, 0), (after, first, 1))
+        for name in run.series
+        if name not in {pair[place] for pair in shared}
+    ]
+    for op, (one, other) in itertools.product(OP_OF, shared):
+        found, apart = _changes(before, after, op, (one, other), noise, letters)
+        if not found and not apart:
             continue
         name = shown(one) if one == other else f"{shown(one)} → {shown(other)}"
         verdicts = Counter(each.verdict for each in found)
-        mean = geometric_mean(each.ratio for each in found)
+        mean = geometric_mean(each.ratio for each in found) if found else None
         kinds = [str(verdicts[kind]) for kind in Outcome]
-        summary.append([f"{OP_OF[op]}, {name}", str(len(found)), f"{mean:.4f}", *kinds])
-        if not is_ours(one):
+        left = str(sum(map(len, apart.values())))
+        summary.append([f"{OP_OF[op]}, {name}", str(len(found)), value(mean, 4), *kinds, left])
+        told += _told(f"{OP_OF[op]}, {name}", apart)
+        if not found or not is_ours(one):
             continue
         slug = f"{second}-{first}-{op}-{one}-{other}".lower().replace(" ", "-")
         title = f"{OP_OF[op].capitalize()}, {name}: speed of {second} over {first}"
@@ -145,13 +156,43 @@ def _series_by_series(
     kinds = [kind.value for kind in Outcome]
     yield Table(
         "Verdicts, and geometric means of the ratio of speeds",
-        ("", "cells", "geometric mean", *kinds), summary,
+        ("", "cells", "geometric mean", *kinds, "not compared"), summary,
     )  # fmt: skip
+    if told:
+        yield Text("Not compared:")
+        yield Items(told)
     if plots:
         yield Plots(plots)
         yield from tables
     else:
-        yield Text("The two runs share no cell of ours.")
+        yield Text("The two runs have no cell of ours to compare.")
+
+
+def apart_for(one: Timing | None, other: Timing | None, letters: tuple[str, str]) -> str:
+    """Why two runs' rows of a cell cannot be compared; "" where they can, or neither has a time."""
+    sides = tuple(zip(letters, (one, other), strict=True))
+    timed = [(letter, row.rows_run) for letter, row in sides if row and row.us]
+    if len(timed) == 2:
+        same = timed[0][1] == timed[1][1]
+        return "" if same else " and ".join(f"{letter} ran {rows} rows" for letter, rows in timed)
+    lost = [
+        f"{letter} has {row.verdict} and no time" if row else f"{letter} has no row"
+        for letter, row in sides
+        if not (row and row.us)
+    ]
+    return lost[0] if timed else ""
+
+
+def _told(name: str, apart: Mapping[str, Sequence[Cell]]) -> Iterator[str]:
+    """An item a reason."""
+    for reason, cells in apart.items():
+        names = ", ".join(cell.name for cell in cells)
+        yield f"{name}: {reason}, {len(cells)} {'cell' if len(cells) == 1 else 'cells'}: {names}"
+
+
+def _cells(before: Run, after: Run, op: str) -> list[Cell]:
+    """Those of both runs together."""
+    return sorted({*before.cells(op), *after.cells(op)}, key=lambda cell: cell.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +237,28 @@ class _Change:
 
 
 def _changes(
-    before: Run, after: Run, op: str, series: tuple[str, str], noise: float
-) -> Iterator[_Change]:
-    """The cells in which the one run has the first series, and the other the second."""
-    for cell in before.cells(op):
-        one, other = before.by_key.get((cell, series[0])), after.by_key.get((cell, series[1]))
-        if one and other and one.us and other.us:
-            found = compare_rows(one, other, noise)
-            yield _Change(cell, (one.us, other.us), (one.config, other.config), found)
+    before: Run,
+    after: Run,
+    op: str,
+    series: tuple[str, str],
+    noise: float,
+    letters: tuple[str, str],
+) -> tuple[list[_Change], dict[str, list[Cell]]]:
+    """One series beside the other, and by reason the cells where they cannot be compared."""
+    found: list[_Change] = []
+    apart: dict[str, list[Cell]] = {}
+    for cell in _cells(before, after, op):
+        one, other = (
+            run.by_key.get((cell, name)) for run, name in zip((before, after), series, strict=True)
+        )
+        if reason := apart_for(one, other, letters):
+            # where one run has paths and the other none, no record is why a cell has no tuned row
+            if series[0] == series[1] or not (reason.endswith("no row") and "ours tuned" in series):
+                apart.setdefault(reason, []).append(cell)
+        elif one and other and one.us and other.us:
+            compared = compare_rows(one, other, noise)
+            found.append(_Change(cell, (one.us, other.us), (one.config, other.config), compared))
+    return found, apart
 
 
 def _across(before: Run, after: Run, letters: tuple[str, str]) -> Iterator[Block]:
@@ -213,9 +268,12 @@ def _across(before: Run, after: Run, letters: tuple[str, str]) -> Iterator[Block
     )
     for op in OP_OF:
         rows = []
-        for cell in before.cells(op):
-            one, other = before.best(cell), after.best(cell)
-            if one and other:
+        apart: dict[str, list[Cell]] = {}
+        for cell in _cells(before, after, op):
+            one, other = (_ours(run, cell) for run in (before, after))
+            if reason := apart_for(one, other, letters):
+                apart.setdefault(reason, []).append(cell)
+            elif one and other and one.us:
                 line = [value(each.gbps, 1) for each in (one, other)]
                 for probe in PROBES:
                     line += [value(each.pct.get(probe), 2) for each in (one, other)]
@@ -229,95 +287,12 @@ def _across(before: Run, after: Run, letters: tuple[str, str]) -> Iterator[Block
             f"{OP_OF[op].capitalize()}, our best of each run",
             (CELL, *titles), rows,
         )  # fmt: skip
+        if apart:
+            yield Text("Not compared:")
+            yield Items(list(_told(OP_OF[op], apart)))
 
 
-# ---- the archives --------------------------------------------------------------------------------
-
-
-def headline_rows() -> list[list[str]]:
-    """The published study's cell 32768×8192 bf16/bf16, by host, operation and path."""
-    rows = []
-    for row in archive_rows("hopper_quack_cells.csv"):
-        cell = cell_of(row)
-        if (cell.shape, cell.pair) != (HEADLINE, PAIR):
-            continue
-        probe, peak = ARCHIVE_PROBE[row["host"]]
-        for path, column in (("analytical", "analytical_us"), ("searched", "tuned_us")):
-            us = float(row[column])
-            gbps = cell.gbps(us)
-            share = f"{100 * gbps / peak:.2f} % of {probe} ({peak})"
-            name = f"{row['host']} {OP_OF[cell.op]}"
-            rows.append([name, path, f"{us:.3f}", f"{gbps:.1f}", share])
-    return rows
-
-
-def archives(run: Run, noise: float) -> Iterator[Block]:
-    """Others' published figures, and this run's cells beside them."""
-    yield Heading(2, "The archives beside")
-    yield Text(
-        "Published figures of others, shipped with the package (`rmsnorm_raw/study/archive`, "
-        f"origins in its `SOURCES.md`); nothing of them was measured here. {PERCENTS_DIFFER} So "
-        "the Hopper study's percentages stand beside this run's of the same probe alone: 2r1w for "
-        "its H200, write for its H100."
-    )
-    yield Table(
-        f"Quack's Hopper study at {HEADLINE} {PAIR}",
-        ("", "config", "µs", "GB/s", "percent"), headline_rows(),
-    )  # fmt: skip
-    pairs = {(host, op): archive_pairs(host, op) for host in ARCHIVE_PROBE for op in OP_OF}
-    rows = [count_row(f"{host} {OP_OF[op]}", found, noise) for (host, op), found in pairs.items()]
-    yield Table(
-        f"Quack's search against its analytical default, at a noise of {noise:g} %",
-        count_titles(noise), rows,
-    )  # fmt: skip
-    yield Plots(list(_archive_plots(pairs, noise)))
-    for op in OP_OF:
-        yield from _beside(run, op)
-
-
-def _archive_plots(pairs: Mapping[tuple[str, str], Sequence[Pair]], noise: float) -> Iterator[Plot]:
-    for (host, op), found in pairs.items():
-        plot = pair_plot(
-            f"archive-{host.lower()}-{op}",
-            f"Quack's study, {host} {OP_OF[op]}: analytical against searched",
-            found, ("analytical", "searched"),
-            f"percent of {ARCHIVE_PROBE[host][0]}", noise,
-        )  # fmt: skip
-        if plot:
-            yield plot
-
-
-def _beside(run: Run, op: str) -> Iterator[Block]:
-    """A run's cells beside the published ones: GB/s, and percent of the same-named probe."""
-    published: dict[Cell, dict[str, tuple[float, float]]] = {}
-    for row in archive_rows("hopper_quack_cells.csv"):
-        if row["op"] == op:
-            cell, (_, peak) = cell_of(row), ARCHIVE_PROBE[row["host"]]
-            gbps = cell.gbps(min(float(row["analytical_us"]), float(row["tuned_us"])))
-            published.setdefault(cell, {})[row["host"]] = gbps, 100 * gbps / peak
-    amd = {cell_of(row): row for row in archive_rows("mi355x_published.csv") if row["op"] == op}
-    probes = list(dict.fromkeys((MATCHED[OP_OF[op]], "write", "2r1w")))
-    rows = []
-    for cell in sorted({*published, *amd}, key=lambda cell: cell.order):
-        best = run.best(cell)
-        line = [value(best.gbps, 1) if best else NONE]
-        line += [value(percent(best, probe), 2) for probe in probes]
-        for host in ARCHIVE_PROBE:
-            figures = published.get(cell, {}).get(host, (None, None))
-            line += [value(figures[0], 1), value(figures[1], 2)]
-        theirs = amd.get(cell)
-        line.append(value(float(theirs["gbps"]), 1) if theirs else NONE)
-        for probe in probes:
-            of = theirs[f"probe_{probe}_gbps"] if theirs else ""
-            share = 100 * float(theirs["gbps"]) / float(of) if theirs and of else None
-            line.append(value(share, 2))
-        rows.append([cell.name, *line])
-    titles = ["this run GB/s", *(f"this run % of {probe}" for probe in probes)]
-    for host, (of_probe, _) in ARCHIVE_PROBE.items():
-        titles += [f"Quack, {host} GB/s", f"Quack, {host} % of {of_probe}"]
-    titles += ["FlyDSL, MI355X GB/s", *(f"FlyDSL, MI355X % of {probe}" for probe in probes)]
-    yield Table(
-        f"{OP_OF[op].capitalize()}: our best of {run.label}, and the published figures (of Quack "
-        "the better of default and search)",
-        (CELL, *titles), rows,
-    )  # fmt: skip
+def _ours(run: Run, cell: Cell) -> Timing | None:
+    """Our fastest row of a cell, or one that says why there is no time."""
+    rows = (run.by_key.get((cell, name)) for name in run.ours)
+    return run.best(cell) or next((row for row in rows if row), None)

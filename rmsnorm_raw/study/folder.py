@@ -1,17 +1,15 @@
-"""A run's folder, which survives whatever ends the run: sweep.csv and environment.json.
+"""A run's folder, which survives whatever ends the run: a table and environment.json.
 
 ``environment.json`` is renamed into place, and says from the first moment what the run is and what
 it stands on. A row is one write, on the disk before the next cell begins. So after a kill there are
-whole rows and at most a piece of one, which is dropped; the others are kept, and a run is gone on
-with where everything that a time depends on is what it was.
+whole rows and at most a piece of one, which is dropped; the others are kept, and a sweep is gone on
+with where everything that a time depends on is what it was. Nothing is written over.
 """
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import hashlib
-import io
 import json
 import os
 import time
@@ -23,9 +21,11 @@ from typing import Any
 import rmsnorm_raw
 from rmsnorm_raw import environment
 from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
+from rmsnorm_raw.study.table_file import Row, TableFile, record
 
-Row = dict[str, str]
-
+#: of a sweep, and of the suites
+TABLES = ("sweep.csv", "perf.csv")
+ENVIRONMENT = "environment.json"
 #: facts that must be the same for rows of one table, beside the GPUs' drivers
 SAME = (
     "python", "os", "cpu", "packages", "compilers", "rocm_version", "variables", "backend",
@@ -36,70 +36,77 @@ CLOCKS = ("nvidia_gpus", "amd_tools")
 
 
 class CannotWrite(RmsnormRawError, OSError):
-    """A file of the run cannot be written; the message says what is kept and how to go on."""
+    """A file of the run cannot be written, or read; the message says what is kept, what next."""
 
 
 class Folder:
     """A run's files, open for one process.
 
     Attributes:
-        rows: of sweep.csv, those kept from before first.
+        rows: of the table, those kept from before first.
         kept: how many were kept.
         facts: of environment.json; :meth:`record` writes them.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], facts: Mapping[str, object]) -> None:
+    def __init__(
+        self, path: Path, table: TableFile, facts: Mapping[str, object], *, goes_on: bool = True
+    ) -> None:
         """Begin a run, or go on with an unfinished one.
 
         Args:
             path: of the folder; created if need be.
-            columns: of sweep.csv.
+            table: its CSV file.
             facts: what the run is, beside :func:`.environment.collect`.
+            goes_on: whether an unfinished run is gone on with; else it is refused.
 
         Raises:
             InvalidInput: the folder holds something else, a finished run, one that another process
-                is at, or one that something else stood behind.
-            CannotWrite: it cannot be written.
+                is at, one that something else stood behind, or a damaged table. It is as it was.
+            CannotWrite: it cannot be written, or read.
         """
-        self.csv_path, self.environment_path = path / "sweep.csv", path / "environment.json"
-        self._columns = columns
+        self.csv_path, self.environment_path = path / table.name, path / ENVIRONMENT
+        self._table, self._goes_on = table, goes_on
         self._began = time.monotonic()
         self.rows: list[Row] = []
         now = json.loads(json.dumps({**environment.collect(), "code": code_digest(), **facts}))
         try:
             path.mkdir(parents=True, exist_ok=True)
-            before = self._earlier()
+            self._earlier()  # what is refused is refused before a file is made
             self._file = os.open(self.csv_path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
-            raise self._cannot(error) from error
+            raise self._untouched(error) from error
         try:
-            self._begin(before, now)
+            self._begin(now)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, before: dict[str, Any] | None, now: dict[str, Any]) -> None:
+    def _begin(self, now: dict[str, Any]) -> None:
+        whole = 0
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            before = self._earlier()
+            if before is not None:
+                if changes := list(differences(identity(before), identity(now))):
+                    raise InvalidInput(
+                        f"the unfinished run of {self.csv_path} stood on something else, and its "
+                        "rows would not compare with new ones. Mend that, or give another folder:"
+                        "\n  " + "\n  ".join(changes)
+                    )
+                self.rows, whole = self._table.read(self.csv_path)
         except BlockingIOError as error:
             raise InvalidInput(f"another process is at {self.csv_path}: let it end") from error
+        except OSError as error:
+            raise self._untouched(error) from error
         self.facts: dict[str, Any] = now if before is None else before
-        if before is not None:
-            if changes := list(differences(identity(before), identity(now))):
-                raise InvalidInput(
-                    f"the unfinished run of {self.csv_path} stood on something else, and its rows "
-                    "would not compare with new ones. Mend that, or give another folder:\n  "
-                    + "\n  ".join(changes)
-                )
-            self._keep()
         self.kept = len(self.rows)
         self.facts.setdefault("sessions", []).append(
             {"began_utc": _now(), "command": now["command"], "rows_kept": self.kept}
         )
         self.record(finished=False)
+        os.ftruncate(self._file, whole if self.kept else 0)
         if self.kept == 0:
-            os.ftruncate(self._file, 0)
-            self._write(self._columns)
+            self._write(self._table.columns)
 
     def append(self, row: Row) -> None:
         """Write one row through to the disk.
@@ -107,7 +114,7 @@ class Folder:
         Raises:
             CannotWrite: a full disk, say.
         """
-        self._write([row[column] for column in self._columns])
+        self._write([row[column] for column in self._table.columns])
         self.rows.append(row)
 
     def record(self, **facts: object) -> None:
@@ -133,8 +140,18 @@ class Folder:
         os.close(self._file)
 
     def _earlier(self) -> dict[str, Any] | None:
-        if not self.environment_path.exists():
-            if self.csv_path.exists():
+        """The facts of the unfinished run that lies here; None for none."""
+        folder, name = self.csv_path.parent, self.csv_path.name
+        if not self._goes_on:
+            require_free(folder)
+            return None
+        found = results_in(folder)
+        if others := {*found} - {name, ENVIRONMENT}:
+            raise InvalidInput(
+                f"{folder} has {' and '.join(others)}, of something else: give another folder"
+            )
+        if ENVIRONMENT not in found:
+            if name in found and self.csv_path.read_bytes() != self._table.header:
                 raise InvalidInput(
                     f"{self.csv_path} lies there without an environment.json, so nobody knows what "
                     "it stands on: give another folder"
@@ -146,27 +163,20 @@ class Folder:
             raise InvalidInput(
                 f"{self.environment_path} does not read ({error}): give another folder"
             ) from error
-        if "sessions" not in facts:
+        try:
+            identity(facts)
+            facts["sessions"][-1]["wall_s"]
+            finished = facts["finished"]
+        except (AttributeError, LookupError, TypeError) as error:
             raise InvalidInput(
                 f"{self.environment_path} is not a sweep's of this version: give another folder"
-            )
-        if facts["finished"]:
+            ) from error
+        if finished:
             raise InvalidInput(f"{self.csv_path} is finished: give another folder")
         return dict(facts)
 
-    def _keep(self) -> None:
-        data = self.csv_path.read_bytes()
-        whole = whole_records(data)
-        table = csv.DictReader(io.StringIO(whole.decode(), newline=""))
-        if whole and tuple(table.fieldnames or ()) != tuple(self._columns):
-            raise InvalidInput(f"{self.csv_path} has other columns: give another folder")
-        self.rows = list(table)
-        os.ftruncate(self._file, len(whole))
-
     def _write(self, fields: Sequence[str]) -> None:
-        line = io.StringIO()
-        csv.writer(line).writerow(fields)
-        data = line.getvalue().encode()
+        data = record(fields)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -175,26 +185,46 @@ class Folder:
             raise self._cannot(error) from error
 
     def _cannot(self, error: OSError) -> CannotWrite:
+        mend = "give the same command with this --out" if self._goes_on else "begin in a new folder"
         return CannotWrite(
             f"{self.csv_path.parent} cannot be written: {error.strerror}. {len(self.rows)} rows "
-            "are kept; make room there, or make it writable, and give the same command with this "
-            "--out"
+            f"are kept; make room there, or make it writable, and {mend}"
+        )
+
+    def _untouched(self, error: OSError) -> CannotWrite:
+        where = error.filename or self.csv_path.parent
+        return CannotWrite(
+            f"{where} cannot be read and written: {error.strerror}. Nothing was changed: mend "
+            "that, and give the same command again"
         )
 
 
-def whole_records(data: bytes) -> bytes:
-    """The records of a CSV file up to the last that is whole; a note may have several lines.
+def results_in(folder: Path) -> list[str]:
+    """Which of a run's files lie in a folder; an empty table is none.
 
-    A record ends with CR LF, as the writer ends it, outside quotes; a quote in a field is doubled.
+    Raises:
+        OSError: it cannot be read.
     """
-    end = quotes = 0
-    at = 0
-    for line in data.splitlines(keepends=True):
-        at += len(line)
-        quotes += line.count(b'"')
-        if line.endswith(b"\r\n") and quotes % 2 == 0:
-            end = at
-    return data[:end]
+    found = [name for name in TABLES if _size(folder / name)]
+    return [*found, *([ENVIRONMENT] if (folder / ENVIRONMENT).exists() else [])]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def require_free(folder: Path) -> None:
+    """Refuse a folder in which a run's files lie.
+
+    Raises:
+        InvalidInput: they do.
+        OSError: it cannot be read.
+    """
+    if found := results_in(folder):
+        raise InvalidInput(
+            f"{folder} has {' and '.join(found)} of another run, and nothing is written over: "
+            "give another folder"
+        )
 
 
 def code_digest() -> str:

@@ -2,17 +2,20 @@
 
 A folder named ``quack`` on the path is as good as the package to Python, and its times would stand
 under the package's name. So a module's file, version and functions are looked at before anything
-is measured.
+is measured, and the file has to be one of those that the package was installed with.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import rmsnorm_raw
 from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
@@ -71,11 +74,19 @@ def choose(names: Iterable[str], everyone: Sequence[Provider] | None = None) -> 
         everyone: None for all that there are.
 
     Raises:
-        InvalidInput: there is no such provider, or it is not installed.
+        InvalidInput: there is no such provider, or it is not installed, or a name is empty.
     """
     everyone = providers() if everyone is None else everyone
-    wanted = {OURS, *(part.strip() for name in names for part in name.split(",") if part.strip())}
     known = [provider.name for provider in everyone]
+    wanted = {OURS}
+    for name in names:
+        parts = {part.strip() for part in name.split(",")} - {""}
+        if not parts:
+            raise InvalidInput(
+                f"{name!r} names no provider: there are {', '.join(known)}; for ours alone leave "
+                "the option out"
+            )
+        wanted |= parts
     if unknown := wanted - set(known):
         raise InvalidInput(
             f"no provider is called {', '.join(sorted(unknown))}: there are {', '.join(known)}"
@@ -90,23 +101,23 @@ def find(provider: Provider) -> Origin:
     """Import what a provider calls, and look at it.
 
     Raises:
-        WrongModule: it does not load, comes out of this repository, belongs to no installed
-            package, or lacks what is called.
+        WrongModule: it does not load, comes out of this repository, is none of the installed
+            package's files, or lacks what is called.
     """
     top = provider.module.partition(".")[0]
     mend = f"take that off PYTHONPATH and sys.path, or pip install {provider.package}"
     what = f"{provider.name}: {provider.module}"
     try:
         module = importlib.import_module(provider.module)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:
         spec = importlib.util.find_spec(top)
         where = spec and (spec.origin or [*(spec.submodule_search_locations or ())])
         raise WrongModule(
-            f"{what} does not load ({error}), and {top} is {where}: {mend}"
+            f"{what} does not load ({type(error).__name__}: {error}), and {top} is {where}: {mend}"
         ) from error
-    if module.__file__ is None:
+    if getattr(module, "__file__", None) is None:
         raise WrongModule(f"{what} is a folder without code: {mend}")
-    path = Path(module.__file__).resolve()
+    path = Path(str(module.__file__)).resolve()
     if provider.name != OURS and _in_repository(path):
         raise WrongModule(
             f"{what} is {path}, in this repository, and not the package {provider.package}: {mend}"
@@ -115,11 +126,33 @@ def find(provider: Provider) -> Origin:
         raise WrongModule(f"{what} at {path} has no {', '.join(lacks)}: {mend}")
     try:
         version = provider.version
+        package = None if provider.name == OURS else metadata.distribution(provider.package)
     except metadata.PackageNotFoundError as error:
         raise WrongModule(
             f"{what} is {path}, and no package {provider.package} is installed: {mend}"
         ) from error
+    if package is not None and not _has(package, path):
+        raise WrongModule(
+            f"{what} is {path}, and that is none of the files of {provider.package} {version}, "
+            f"which is installed in {package.locate_file('')}: {mend}"
+        )
     return Origin(provider.name, provider.module, version, path)
+
+
+def _has(package: metadata.Distribution, path: Path) -> bool:
+    """Whether a module's file, all links followed, is one that a package was installed with.
+
+    An editable install has the files of a checkout. Where a distribution of an operating system
+    keeps no list of a package's files, the module has to lie beside, among installed ones.
+    """
+    url = json.loads(package.read_text("direct_url.json") or "{}")
+    if url.get("dir_info", {}).get("editable"):
+        return Path(url2pathname(urlsplit(url["url"]).path)).resolve() in path.parents
+    beside = Path(str(package.locate_file(""))).resolve()
+    if package.files is None:
+        return beside in path.parents and bool(INSTALLED & set(path.parts))
+    named = (file for file in package.files if file.name == path.name)
+    return any(Path(str(package.locate_file(file))).resolve() == path for file in named)
 
 
 def _in_repository(path: Path) -> bool:

@@ -165,13 +165,13 @@ def curves(
     drawing.text(2, top - 12, unit, 10, css="soft")
     left, right, height = 30.0, WIDTH - 14.0, 190.0
     highest = max(v for _, _, values in series for v in values if v is not None)
-    ceiling = 20.0 * math.ceil(max(highest, 1e-9) / 20)
+    ceiling, ticks = _axis(highest)
     step = (right - left) / max(1, len(columns))
 
     def at(column: int, value: float) -> tuple[float, float]:
         return left + (column + 0.5) * step, top + height * (1 - value / ceiling)
 
-    for tick in range(0, int(ceiling) + 1, 20):
+    for tick in ticks:
         y = at(0, tick)[1]
         drawing.line(left, y, right, y)
         drawing.text(left - 4, y + 3.5, str(tick), 10, anchor="end", css="soft")
@@ -216,13 +216,13 @@ def dumbbells(
     drawing.text(2, top - 14, f"{unit}; change of speed at the right", 10, css="soft")
     left, right, step = 130.0, WIDTH - 56.0, 15.0
     highest = max(max(first, second) for _, first, second, _ in rows)
-    ceiling = 20.0 * math.ceil(max(highest, 1e-9) / 20)
+    ceiling, ticks = _axis(highest)
     bottom = top + step * len(rows)
 
     def at(value: float) -> float:
         return left + (right - left) * value / ceiling
 
-    for tick in range(0, int(ceiling) + 1, 20):
+    for tick in ticks:
         drawing.line(at(tick), top - 4, at(tick), bottom)
         drawing.text(at(tick), bottom + 12, str(tick), 10, anchor="middle", css="soft")
     for index, (label, first, second, ratio) in enumerate(rows):
@@ -235,6 +235,12 @@ def dumbbells(
         css = f"fill-{kind}"
         drawing.text(WIDTH - 4, y + 3.5, f"{100 * ratio - 100:+.1f} %", 10, anchor="end", css=css)
     return drawing.plot(name, title, bottom + 20)
+
+
+def _axis(highest: float) -> tuple[int, range]:
+    """Where an axis from 0 ends, and its ticks: every 20, or as many times 20 as keeps them few."""
+    ceiling = 20 * math.ceil(max(highest, 1e-9) / 20)
+    return ceiling, range(0, ceiling + 1, 20 * math.ceil(ceiling / 200))
 
 
 def change(ratio: float, noise_pct: float) -> str:

@@ -7,6 +7,7 @@ So a page is checked by making it again; digests in its head say which of its so
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +16,17 @@ from importlib import resources
 from pathlib import Path
 from string import ascii_uppercase as LETTERS
 
+from rmsnorm_raw import environment
 from rmsnorm_raw.errors import InvalidInput
-from rmsnorm_raw.study import between, gains, page, sections
+from rmsnorm_raw.study import archives, between, gains, page, sections
+from rmsnorm_raw.study.files import digest, read_run
 from rmsnorm_raw.study.page import Block, Heading, Plots, Table, Text
-from rmsnorm_raw.study.runs import ARCHIVES, OP_OF, Run, archive_bytes, digest, read_run
+from rmsnorm_raw.study.runs import ARCHIVES, OP_OF, Run, archive_bytes
 
 #: what makes a page. A change elsewhere that moves a figure shows when the page is made again
 CODE = (
-    "between.py", "gains.py", "page.py", "plots.py", "report.py", "runs.py", "sections.py",
-    "theme.py",
+    "archives.py", "between.py", "files.py", "gains.py", "page.py", "plots.py", "report.py",
+    "runs.py", "sections.py", "theme.py",
 )  # fmt: skip
 NOISE_PCT = 1.0
 META = "rmsnorm-raw-sources"
@@ -49,25 +52,33 @@ class Report:
         return plots_folder(self.stem)
 
     def write(self) -> None:
-        """Write all files; plots that are no longer made are removed.
+        """Write all files, then put them in place; plots that are no longer made are removed.
 
         Raises:
-            InvalidInput: the folder cannot be written.
+            InvalidInput: the folder cannot be written; a page that was there is whole.
         """
         try:
-            (self.folder / self.plots_folder).mkdir(parents=True, exist_ok=True)
-            for name, content in self.files.items():
-                (self.folder / name).write_bytes(content.encode())
+            environment.replace_texts({self.folder / n: text for n, text in self.files.items()})
             for name in self._left_over():
                 (self.folder / name).unlink()
         except OSError as error:
             raise InvalidInput(
-                f"the report cannot be written to {self.folder}: {error.strerror}; give a folder "
-                "that you can write with --out"
+                f"the report cannot be written to {self.folder}: {error.strerror}. What was there "
+                "stays; make room, or give a folder that you can write with --out"
             ) from error
 
     def faults(self) -> list[str]:
-        """Why the files in the folder are not these; empty if they are."""
+        """Why the files in the folder are not these; empty if they are.
+
+        Raises:
+            InvalidInput: one of them cannot be read.
+        """
+        try:
+            return self._faults()
+        except OSError as error:
+            raise InvalidInput(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    def _faults(self) -> list[str]:
         found = []
         for name, content in self.files.items():
             path = self.folder / name
@@ -136,8 +147,8 @@ def make(
     Raises:
         InvalidInput: a folder is no run, or two are the same.
     """
-    if noise_pct < 0:
-        raise InvalidInput(f"--noise {noise_pct:g}: it must be >= 0 percent")
+    if not 0 <= noise_pct < math.inf:
+        raise InvalidInput(f"--noise {noise_pct:g}: it must be a number of percent, 0 or more")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise InvalidInput("a run cannot be compared with itself: name each folder once")
     if len(folders) > len(LETTERS):
@@ -188,6 +199,8 @@ def _blocks(
     for letter, run in zip(_letters(runs), runs, strict=True):
         if run.torn:
             yield Text(f"{letter}`{run.table}` ends in a piece of a row, which is left out.")
+        if not run.environment.get("finished", True):
+            yield Text(f"{letter}The run did not end: cells may be missing.")
     if any(run.simulated for run in runs):
         yield Text("Simulated: times of the simulator mean nothing.")
     if len(runs) > 1:
@@ -197,7 +210,8 @@ def _blocks(
         yield from between.comparison(runs[0], run, noise, ("A", LETTERS[number]))
     for letter, run in zip(_letters(runs), runs, strict=True):
         yield from _run_blocks(run, letter, noise)
-    yield from between.archives(runs[-1], noise)
+    yield from archives.archives(runs[-1], noise)
+    yield from sections.glossary(noise)
     yield Heading(2, "Sources")
     yield Text(
         "`rmsnorm-raw report RUN --check` makes this page again and fails where it differs. It was "

@@ -1,4 +1,4 @@
-"""What a report reads: a run's CSVs and environment, the tables of searches beside, the archives.
+"""What a report is of: runs as :mod:`.files` reads them, and the archives.
 
 A run is a folder with ``environment.json`` and one table: ``sweep.csv`` of a sweep, or ``perf.csv``
 of the pytest-benchmark suites. Columns are found by name; ``provider`` (without it every row is
@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import csv
 import functools
-import hashlib
 import io
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rmsnorm_raw.bandwidth import MATCHED
-from rmsnorm_raw.errors import InvalidInput
 from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.study.cells import ARCHIVE_NAME
 
 OURS = "ours"
 TABLES = ("sweep.csv", "perf.csv")
 ENVIRONMENT = "environment.json"
-#: of searches; each lies in the run's folder, or in one below it of its own name
-BESIDE = ("tuned_vs_ladder.csv", "tune.csv")
 ARCHIVES = ("hopper_quack_cells.csv", "mi355x_published.csv")
 #: the probe of each of the Hopper archive's percentages and its GB/s, see archive/SOURCES.md
 ARCHIVE_PROBE = {"H200": ("2r1w", 4312.7), "H100": ("write", 3182.3)}
 OP_OF: dict[str, Op] = {short: op for op, short in ARCHIVE_NAME.items()}
 PAIRS = ("fp16/fp16", "fp16/fp32", "bf16/bf16", "bf16/fp32", "fp32/fp32")
 PEERS = ("quack", "quack_searched", "liger", "torch", "compile")
-#: columns without which a row is no time of a cell
-NEEDED = {"op", "m", "n", "act", "weight", "config", "verdict", "median_us"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ class Timing:
         config: as the provider names it.
         verdict: PASS, or why there is no time; ``note`` says more.
         moved_bytes: by a call, of the rows that were run.
-        capped: fewer rows were run than the cell has.
+        rows_run: rows that were run; fewer than the cell's where they are capped.
         us: the median; None without one.
         interval_us: its 95 % interval; None without one.
         gbps: decimal GB/s; None on the simulator.
@@ -111,7 +104,7 @@ class Timing:
     config: str
     verdict: str
     moved_bytes: int
-    capped: bool
+    rows_run: int
     us: float | None
     interval_us: tuple[float, float] | None
     gbps: float | None
@@ -177,6 +170,11 @@ class Run:
     def simulated(self) -> bool:
         """Its times mean nothing, and it has no speeds."""
         return bool(self.environment["device"]["simulated"])
+
+    @property
+    def timing_protocol(self) -> int:
+        """``measure.TIMING_PROTOCOL`` of its times; 1 where the files name none: older than 2."""
+        return int(self.environment.get("timing_protocol", 1))
 
     @property
     def label(self) -> str:
@@ -256,100 +254,27 @@ def series_order(name: str) -> tuple[bool, int, str]:
     return not is_ours(name), PEERS.index(name) if name in PEERS else len(PEERS), name
 
 
-def read_run(folder: Path) -> Run:
-    """Read a run's files.
+def cell_of(row: Mapping[str, str]) -> Cell:
+    """The cell that a row of any of the CSVs names.
 
     Raises:
-        InvalidInput: a file is missing, is no table of this kind, or has a cell twice.
+        ValueError: it names none.
     """
-    tables = [name for name in TABLES if (folder / name).is_file()]
-    if len(tables) != 1 or not (folder / ENVIRONMENT).is_file():
-        raise InvalidInput(
-            f"{folder} is no run: a run is a folder with {ENVIRONMENT} and one of "
-            f"{' and '.join(TABLES)}, as `rmsnorm-raw sweep --out` and `pytest perf --out` write"
-        )
-    beside: dict[str, str] = {}
-    for name in BESIDE:
-        for place in (name, f"{Path(name).stem}/{name}"):
-            if name not in beside and (folder / place).is_file():
-                beside[name] = place
-    names = (tables[0], ENVIRONMENT, *beside.values())
-    data = {name: (folder / name).read_bytes() for name in names}
-    try:
-        environment = json.loads(data[ENVIRONMENT])
-        environment["device"]["name"], environment["device"]["simulated"], environment["time_utc"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidInput(f"{folder / ENVIRONMENT} is not of a run: {error!r}") from error
-    rows, torn = _whole_rows(data[tables[0]])
-    timings = _timings(folder / tables[0], rows)
-    searches = {name: tuple(_rows(data[place])) for name, place in beside.items()}
-    digests = {name: digest(content) for name, content in data.items()}
-    return Run(folder, tables[0], environment, timings, torn, searches, digests)
+    if row["op"] not in OP_OF:
+        raise ValueError(f"op is {row['op']!r}: it must be one of {', '.join(OP_OF)}")
+    return Cell(row["op"], count(row, "m"), count(row, "n"), row["act"], row["weight"])
 
 
-def digest(data: bytes) -> str:
-    """Its sha256."""
-    return hashlib.sha256(data).hexdigest()
+def count(row: Mapping[str, str], column: str) -> int:
+    """A number of rows or columns.
 
-
-def cell_of(row: Mapping[str, str]) -> Cell:
-    """The cell that a row of any of the CSVs names."""
-    return Cell(row["op"], int(row["m"]), int(row["n"]), row["act"], row["weight"])
-
-
-def _rows(data: bytes) -> Iterable[dict[str, str]]:
-    return csv.DictReader(io.StringIO(data.decode("utf-8"), newline=""))
-
-
-def _whole_rows(data: bytes) -> tuple[list[dict[str, str]], bool]:
-    """The rows that were written to their end, and whether a piece of one follows them."""
-    rows = list(_rows(data))
-    torn = bool(rows) and (not data.endswith(b"\n") or None in rows[-1].values())
-    return (rows[:-1] if torn else rows), torn
-
-
-def _timings(path: Path, rows: Iterable[Mapping[str, str]]) -> tuple[Timing, ...]:
-    timings: dict[tuple[Cell, str], Timing] = {}
-    for number, row in enumerate(rows, 1):
-        try:
-            timing = _timing(row)
-        except (KeyError, ValueError, TypeError) as error:
-            raise InvalidInput(f"{path}, row {number}, cannot be read: {error!r}") from error
-        key = timing.cell, timing.series
-        if key in timings:
-            raise InvalidInput(f"{path}, row {number}: {timing.series} has {timing.cell} twice")
-        timings[key] = timing
-    if not timings:
-        raise InvalidInput(f"{path} has no rows")
-    return tuple(timings.values())
-
-
-def _timing(row: Mapping[str, str]) -> Timing:
-    if missing := NEEDED - row.keys():
-        raise KeyError(f"no column {', '.join(sorted(missing))}")
-    cell = cell_of(row)
-    rows_run = int(row.get("rows_run") or cell.m)
-    run = Cell(cell.op, rows_run, cell.n, cell.act, cell.weight)
-    name, path = row.get("provider") or OURS, row.get("path") or ""
-    low, high = row.get("low_us"), row.get("high_us")
-    return Timing(
-        cell=cell,
-        series=f"{name} {path}".strip() if name == OURS else name,
-        config=row["config"],
-        verdict=row["verdict"],
-        moved_bytes=run.problem.logical_bytes(),
-        capped=rows_run < cell.m,
-        us=float(row["median_us"]) if row["median_us"] else None,
-        interval_us=(float(low), float(high)) if low and high else None,
-        gbps=float(row["gbps"]) if row.get("gbps") else None,
-        pct={
-            column.removeprefix("pct_"): float(value)
-            for column, value in row.items()
-            if column.startswith("pct_") and value
-        },
-        times_us=tuple(float(each) for each in (row.get("times_us") or "").split()),
-        note=row.get("note") or "",
-    )
+    Raises:
+        ValueError: it is none, or 0.
+    """
+    text = row[column]
+    if not (text.isascii() and text.isdigit() and text.strip("0")):
+        raise ValueError(f"{column} is {text!r}: it must be a whole number above 0")
+    return int(text)
 
 
 # ---- the archives --------------------------------------------------------------------------------
@@ -363,7 +288,8 @@ def archive_bytes(name: str) -> bytes:
 @functools.cache
 def archive_rows(name: str) -> tuple[Mapping[str, str], ...]:
     """A published table, as text by column."""
-    return tuple(_rows(archive_bytes(name)))
+    text = archive_bytes(name).decode("utf-8")
+    return tuple(csv.DictReader(io.StringIO(text, newline="")))
 
 
 @functools.cache

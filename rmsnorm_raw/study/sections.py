@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import geometric_mean
@@ -29,6 +30,8 @@ CELL = "rows×columns x/weight"
 PAIR = "bf16/bf16"
 #: entries of a fact that are told one by one
 MOST_SAID = 20
+#: of environment.json: what a finished run has read at its end
+AT_THE_END = ("nvidia_gpus", "amd_tools")
 #: of environment.json: those that have a section of their own
 ELSEWHERE = ("roofline_opening", "roofline_resumed", "roofline_closing", "drift_pct", "suspect")
 
@@ -58,12 +61,28 @@ def percent(row: Timing | None, probe: str) -> float | None:
 def environment(run: Run) -> Iterator[Block]:
     """What the run stood on, as its environment.json has it."""
     yield Heading(2, "Environment")
+    facts = {"timing_protocol": "1: the run is older than protocol 2, and names none"}
+    facts |= run.environment
+    if isinstance(compilers := facts.get("compilers"), dict):
+        facts["compilers"] = {tool: _version(lines) for tool, lines in compilers.items()}
+    when = dict.fromkeys(AT_THE_END, "at the end, with what the run itself used")
+    if not facts.get("finished", True):
+        when = dict.fromkeys(AT_THE_END, "at the beginning")
+    if not run.simulated:
+        when["idle"] = "before anything was timed, without what the run itself used"
     rows = [
-        [_words(name), " ".join(fact) if name == "command" else said]
-        for name, fact in run.environment.items()
-        if name not in ELSEWHERE and (said := _said(fact))
+        [_words(name), f"{when[name]}: {said}" if name in when else said]
+        for name, fact in facts.items()
+        if name not in ELSEWHERE and (said := " ".join(fact) if name == "command" else _said(fact))
     ]
     yield Table("What the run stood on", ("what", "found"), rows, words=True)
+
+
+def _version(lines: object) -> object:
+    """Of what a tool says of itself the line with its version; the rest is of rights and dates."""
+    if not isinstance(lines, list):
+        return lines
+    return next((line for line in lines if re.search(r"\d\.\d", str(line))), lines[:1])
 
 
 def _said(fact: object) -> str:
@@ -131,7 +150,9 @@ def shapes(run: Run, op: str, prefix: str = "") -> Iterator[Block]:
     """Times, speeds and percentages of an operation's cells, and curves over the shapes."""
     name, matched = OP_OF[op], MATCHED[OP_OF[op]]
     found = run.cells(op)
-    yield Heading(2, name.capitalize())
+    capped = [r.rows_run for r in run.timings if r.cell.op == op and r.rows_run < r.cell.m]
+    title = name.capitalize() + ", simulated" * run.simulated
+    yield Heading(2, title + (f", at most {max(capped)} rows of each cell" if capped else ""))
     if not found:
         yield Text("The run has no cell of it.")
         return
@@ -150,21 +171,28 @@ def shapes(run: Run, op: str, prefix: str = "") -> Iterator[Block]:
         if speeds:
             line.append(value(best.gbps, 1) if best else NONE)
             line += [value(percent(best, key), 2) for key in ("matched", "best")]
-        rows.append(line)
+        rows.append([*line, best.config if best else NONE])
     probes = run.probes("opening")
     best_probe = max(probes, key=lambda probe: float(probes[probe]["gbps"])) if speeds else ""
     unit = "simulated µs" if run.simulated else "µs"
     titles = [CELL, "MiB moved", *(f"{shown(s)} {unit}" for s in timed)]
     titles += ["our best GB/s", f"% of {matched}", f"% of {best_probe} (best)"] if speeds else []
+    titles.append("our best config")
     if speeds:
         yield Plots(list(_curves(run, op, found, timed, prefix)))
+    if capped:
+        yield Text("Rows were capped: the cells ran with fewer rows than they name.")
+    yield Text(
+        "Times are of cold calls: the caches are evicted before each. " * (not run.simulated)
+        + "Percentages are of the run's opening probe of that name. " * speeds
+        + "MiB are of 2^20 bytes, GB/s of 10^9. The 95 % intervals of the medians and the numbers "
+        f"of samples are in `{run.table}` alone."
+    )
     yield Table(
         f"{name.capitalize()}, medians; the fastest of a cell stands out; percentages are of our "
         "best",
         titles, rows, strong=frozenset(strong),
     )  # fmt: skip
-    if any(row.capped for row in run.timings if row.cell.op == op):
-        yield Text("Rows were capped: the cells ran with fewer rows than they name.")
     lost = [row for row in run.timings if row.cell.op == op and row.us is None]
     if lost:
         yield Text("Without a time:")
@@ -323,3 +351,34 @@ def _peer_table(
 def _peer_ratio(run: Run, cell: Cell, series: str) -> float | None:
     peer, best = run.by_key.get((cell, series)), run.best(cell)
     return peer.us / best.us if peer and peer.us and best and best.us else None
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def glossary(noise: float) -> Iterator[Block]:
+    """What the page's words mean."""
+    yield Heading(2, "Glossary")
+    yield Items(
+        [
+            "ladder: the default config, which follows from shape, dtypes and device without a "
+            f"measurement. tuned: the config that a search has recorded; {NONE} where that is the "
+            "ladder's.",
+            "config, e.g. `b256-t256-v16-reg-p1-fl`: threads of a block, threads of a row, bytes "
+            "of a load, how a row travels, then what is not the default; `rmsnorm_raw/config.py` "
+            "has every part.",
+            "quack: by its own default config. quack searched: by the fastest config known of it, "
+            "of a search on an H200 or in the run; where none is known, by its default.",
+            "variant of a probe, e.g. `b256-u1-lk-g256`: threads of a block, 16-byte accesses of a "
+            "lane in a step; `p` persistent blocks; `lk`, `ls` loads that the caches keep or "
+            "stream, `sk`, `ss` stores likewise; `g` bytes between buffers.",
+            "% of write (best): of the fastest of the three opening probes, which the title names; "
+            "the percentage beside is of the probe that reads and writes as the operation does.",
+            "cold: one call, the caches evicted before it. steady: trains of calls over more "
+            "tensors than the caches hold.",
+            "dumbbells: a row a cell, from the first config's percentage to the second's; green "
+            f"where the second is faster by more than the noise of {noise:g} %, red where it is "
+            "slower by more, grey within it.",
+            "timing protocol: which rules of `rmsnorm_raw/measure.py` the times are by.",
+        ]
+    )

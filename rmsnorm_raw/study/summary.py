@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rmsnorm_raw.bandwidth import DRIFT_PCT
 from rmsnorm_raw.study.cells import ARCHIVE_NAME
-from rmsnorm_raw.study.folder import Row
 from rmsnorm_raw.study.providers import OURS
 from rmsnorm_raw.study.sweep import PERCENT_OF, Outcome
+from rmsnorm_raw.study.table_file import Row
 
 
 def summary(outcome: Outcome) -> list[str]:

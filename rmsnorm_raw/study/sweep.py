@@ -24,10 +24,11 @@ from rmsnorm_raw.errors import LaunchError, RmsnormRawError, WrongResult
 from rmsnorm_raw.measure import Samples
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study.cells import cells, problem_columns
-from rmsnorm_raw.study.folder import Folder, Row
+from rmsnorm_raw.study.folder import Folder
 from rmsnorm_raw.study.origin import Origin
 from rmsnorm_raw.study.providers import OURS, Cell, Provider, current_stream, providers
 from rmsnorm_raw.study.rooflines import closing_facts, read_roofline, roofline_facts
+from rmsnorm_raw.study.table_file import Row, TableFile
 
 PERCENT_OF = (*PROBES, "best", "matched")
 #: of sweep.csv, as text. ``path`` is how our config was chosen, "ladder" or "tuned", and empty for
@@ -45,6 +46,15 @@ COLUMNS = (
 )  # fmt: skip
 #: the columns that name a row
 KEY = ("provider", "path", "op", "m", "n", "act", "weight")
+#: those that have positive numbers where they are not empty
+NUMBERS = (
+    "m", "n", "rows_run", "median_us", "low_us", "high_us", "p10_us", "p90_us", "samples",
+    "times_us",
+)  # fmt: skip
+#: likewise, or 0
+SPEEDS = ("gbps", *(f"pct_{probe}" for probe in PERCENT_OF))
+#: characters; a compiler's log may have more than the 131,072 that csv reads of a field
+MOST_NOTE = 100_000
 #: rows of a cell on the simulator. The ladder's largest grid there is 8 programs of 4 rows: they go
 #: round three times, and an odd number leaves a ragged block wherever a block has several rows
 SIMULATED_ROWS = 67
@@ -151,6 +161,7 @@ def sweep(
     rows_cap: int | None = None,
     budget_s: float = 0.3,
     look: Callable[[], Mapping[str, object]] = lambda: {"state": "not looked at"},
+    opened: Callable[[], object] = lambda: None,
     progress: Progress = lambda done, of, what: None,
 ) -> Outcome:
     """Build, verify and time each problem with every provider; write a row for each.
@@ -170,6 +181,7 @@ def sweep(
         budget_s: seconds of sampling a row.
         look: whether the device is idle; called at the beginning, and at launch, when all is built.
             It raises what shall end the sweep.
+        opened: called when ``out_dir`` is found fit to be written to.
         progress: called with (steps done, steps in all, the step that begins).
 
     Raises:
@@ -191,6 +203,7 @@ def sweep(
         "backend": backend.name,
         "device": asdict(backend.device),
         "toolchain": backend.toolchain._asdict(),
+        "timing_protocol": measure.TIMING_PROTOCOL,
         "providers": {origin.name: origin.facts for origin in origins}
         or [provider.name for provider in chosen],
         "rows_cap": rows_cap,
@@ -199,9 +212,12 @@ def sweep(
         "tuned": {str(it.problem): it.config.slug for it in planned if it.path == "tuned"},
         "chosen_by": chosen_by,
     }
-    with contextlib.closing(Folder(out_dir, COLUMNS, facts)) as folder:
+    keys = {it: _key(it.columns(backend.device)) for it in planned}
+    table = TableFile("sweep.csv", COLUMNS, KEY, NUMBERS, SPEEDS, frozenset(keys.values()))
+    with contextlib.closing(Folder(out_dir, table, facts)) as folder:
+        opened()
         done = {_key(row) for row in folder.rows}
-        left = [it for it in planned if _key(it.columns(backend.device)) not in done]
+        left = [it for it in planned if keys[it] not in done]
         build_all([(it.problem, it.config) for it in left if it.path], backend, progress)
         looks.append(look())
         folder.record(idle=[*folder.facts.get("idle", ()), *looks])
@@ -339,7 +355,7 @@ class _Bench:
                 budget_s=self.budget_s,
             )  # fmt: skip
         except (RmsnormRawError, MemoryError) as error:
-            return _failed(error)
+            return failed_columns(error)
         return time_columns(problem, verdict, samples, self.opening)
 
     def _peer(self, problem: Problem, contest: Contest) -> Row:
@@ -352,14 +368,16 @@ class _Bench:
             )
         except WrongResult as error:
             return {"verdict": "FAIL", "note": str(error)}
-        except Exception as error:  # noqa: BLE001 - a peer raises whatever it likes, and has a row
-            return _failed(error)
+        # a peer raises whatever it likes, and has a row
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            return failed_columns(error)
         found = time_columns(problem, contender.verdict, samples, self.opening)
         return found | {"config": contender.config}
 
 
-def _failed(error: Exception) -> Row:
-    return {"verdict": type(error).__name__, "note": str(error) or repr(error)}
+def failed_columns(error: BaseException) -> Row:
+    """The columns of a row that has no time because of an error."""
+    return {"verdict": type(error).__name__, "note": (str(error) or repr(error))[:MOST_NOTE]}
 
 
 def _require_device(contest: Contest, backend: Backend, stream: int) -> None:

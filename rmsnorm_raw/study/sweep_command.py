@@ -30,14 +30,12 @@ def run(
     origins = [origin.find(provider) for provider in chosen]
     for found in origins:
         _say(str(found))
-    with console.results(out, backend.device) as out_dir:
-        _say(f"writing to {out_dir}")
-        with console.progress() as step:
-            outcome = sweep.sweep(
-                backend, out_dir, chosen=chosen, origins=origins, rows_cap=rows_cap,
-                budget_s=budget_s, look=functools.partial(_look, backend, allow_busy),
-                progress=step,
-            )  # fmt: skip
+    with console.results(out, backend.device) as out_dir, console.progress() as step:
+        outcome = sweep.sweep(
+            backend, out_dir, chosen=chosen, origins=origins, rows_cap=rows_cap,
+            budget_s=budget_s, look=functools.partial(_look, backend, allow_busy),
+            opened=lambda: _say(f"writing to {out_dir}"), progress=step,
+        )  # fmt: skip
     console.print_table(*printed(outcome.rows))
     print("\n".join(summary(outcome)))
     print(f"written: {outcome.csv_path}, {outcome.environment_path}")

@@ -18,17 +18,14 @@ from pathlib import Path
 from rmsnorm_raw import ablation, environment, stats, store, tuner
 from rmsnorm_raw.backends import Backend
 from rmsnorm_raw.errors import RmsnormRawError
-from rmsnorm_raw.lab import Steps
-from rmsnorm_raw.measure import Regime
+from rmsnorm_raw.lab import WORDS, Steps, counted
+from rmsnorm_raw.measure import TIMING_PROTOCOL, Regime
 from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study.cells import ARCHIVE_NAME, problem_columns
 from rmsnorm_raw.tuner import Decision
 from rmsnorm_raw.worker import Worker
 
-KINDS = (
-    "correct", "constraints", "compile", "runtime", "correctness", "timeout", "memory",
-    "duplicates",
-)  # fmt: skip
+KINDS = tuple(WORDS)
 REGIME_COLUMNS = tuple(
     f"{regime}_{name}" for regime in ("cold", "steady") for name in ("ratio", "low", "high")
 )
@@ -68,6 +65,7 @@ def tune_all(
     facts = {
         "command": environment.command(sys.argv), "backend": backend.name,
         "device": asdict(backend.device), "effort": effort, "budget_s": budget_s,
+        "timing_protocol": TIMING_PROTOCOL,
     }  # fmt: skip
     environment.write(out_dir / "environment.json", facts)
     rows: list[Row] = []
@@ -157,8 +155,8 @@ def summary(rows: Sequence[Row], of: int | None = None, *, simulated: bool = Fal
                 f"{name}: {len(took)} searched, mean {sum(took) / len(took):.2f} s, most "
                 f"{max(took):.2f} s"
             )
-    counted = {kind: sum(int(row.get(kind) or 0) for row in rows) for kind in KINDS}
-    lines.append("configs: " + ", ".join(f"{count} {kind}" for kind, count in counted.items()))
+    counts = {kind: sum(int(row.get(kind) or 0) for row in rows) for kind in KINDS}
+    lines.append(f"configs: {counted(counts)}")
     for row in ended:
         if row["verdict"] not in ("TUNED", "LADDER"):
             first_line = row["why"].partition("\n")[0]
@@ -255,7 +253,7 @@ def ablate(
     facts = {
         "command": environment.command(sys.argv), "backend": backend.name,
         "device": asdict(backend.device), "problem": str(problem), "regime": regime,
-        "verdicts": verdicts(changes),
+        "verdicts": verdicts(changes), "timing_protocol": TIMING_PROTOCOL,
     }  # fmt: skip
     environment.write(out_dir / "environment.json", facts)
     return changes
