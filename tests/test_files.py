@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import RESULTS, command, rows_of, some_rows, write_run
+from test_report import RESULTS, Row, beside_the_ladder, command, rows_of, some_rows, write_run
 
 from rmsnorm_raw.study.files import read_run
 
 SEARCHES = ("tune.csv", "tuned_vs_ladder.csv")
+
+
+def search_rows(name: str) -> list[Row]:
+    """A table of searches with rows of both kinds: with figures and without."""
+    return rows_of(RESULTS / "tune" / name) if name == "tune.csv" else list(beside_the_ladder())
 
 
 @pytest.fixture
@@ -103,7 +108,7 @@ def test_a_foreign_table_is_refused(run_folder: Path, name: str, data: bytes, sa
     is_refused(run_folder, name, said)
 
 
-@pytest.mark.parametrize("fields", [b",1,2", b"", b'"'])
+@pytest.mark.parametrize("fields", [b",1,2", b""])
 def test_a_row_of_other_fields_than_titles_is_refused(run_folder: Path, fields: bytes) -> None:
     path = run_folder / "perf.csv"
     lines = path.read_bytes().split(b"\r\n")
@@ -177,8 +182,10 @@ def test_a_piece_of_a_row_may_end_in_half_a_character(tmp_path: Path) -> None:
 def test_a_damaged_row_of_a_search_is_refused(
     run_folder: Path, name: str, change: dict[str, str]
 ) -> None:
-    rows = rows_of(RESULTS / Path(name).stem / name)
-    index = next(i for i, row in enumerate(rows) if row.get("regime") or row["verdict"] == "TUNED")
+    rows = search_rows(name)
+    index = next(
+        i for i, row in enumerate(rows) if row.get("regime") or row.get("verdict") == "TUNED"
+    )
     rows[index] |= {column: text for column, text in change.items() if column in rows[index]}
     write_run(run_folder, rows, name)
     is_refused(run_folder, f"{run_folder / name}, line {index + 2}, row {index + 1}")
@@ -186,7 +193,7 @@ def test_a_damaged_row_of_a_search_is_refused(
 
 @pytest.mark.parametrize("column", ["regime", "ladder_us", "tuned_us"])
 def test_a_search_has_both_times_or_none(run_folder: Path, column: str) -> None:
-    rows = rows_of(RESULTS / "tuned_vs_ladder/tuned_vs_ladder.csv")
+    rows = search_rows("tuned_vs_ladder.csv")
     timed = next(row for row in rows if row["regime"])
     timed[column] = ""
     write_run(run_folder, rows, "tuned_vs_ladder.csv")
@@ -195,8 +202,9 @@ def test_a_search_has_both_times_or_none(run_folder: Path, column: str) -> None:
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_a_piece_of_a_searchs_row_is_refused(run_folder: Path, name: str) -> None:
-    data = (RESULTS / Path(name).stem / name).read_bytes()
-    (run_folder / name).write_bytes(data[:-30])
+    write_run(run_folder, search_rows(name), name)
+    data = (run_folder / name).read_bytes()
+    (run_folder / name).write_bytes(data[:-3])
     is_refused(run_folder, name, "ends in a piece of a row")
 
 
