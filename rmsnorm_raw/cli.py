@@ -172,7 +172,7 @@ def bench(
     out: OutOption = None,
 ) -> None:
     """Verify one kernel, time it and set it beside the roofline; writes bench.json."""
-    from rmsnorm_raw import backends, environment, measure, workbench
+    from rmsnorm_raw import backends, clones, environment, measure, workbench
     from rmsnorm_raw.study.rooflines import roofline_facts
     from rmsnorm_raw.study.summary import printed
     from rmsnorm_raw.study.sweep import cell_columns, time_columns
@@ -181,8 +181,7 @@ def bench(
     problem = asked.problem(where.device.arch)
     if regime is Regime.steady and where.device.simulated:
         raise InvalidInput("the simulator has no steady times: leave out --regime steady")
-    if not (problem.rows and problem.cols):
-        raise InvalidInput(f"{problem} launches nothing: there is nothing to time")
+    clones.require_launches(problem)
     with console.progress() as step:
         step(0, 4, "build")
         kernel = workbench.build(problem, config, backend=where)

@@ -84,9 +84,9 @@ class Arena:
         return Clones(tuple(plans), self.clone_bytes, cache_bytes, self.owner)
 
 
-def require_launches(problem: Problem, config: Config, binary: Binary) -> None:
+def require_launches(problem: Problem) -> None:
     """Raise InvalidInput where there is nothing to time: no elements, or no result asked for."""
-    if not launch.launches(problem, config, binary):
+    if problem.is_empty:
         raise InvalidInput(f"{problem} launches nothing: there is nothing to time")
 
 
@@ -102,7 +102,7 @@ def clone_plans(
     Raises:
         InvalidInput: the problem launches nothing (no elements, or no result asked for).
     """
-    require_launches(problem, config, binary)
+    require_launches(problem)
     made = arena(problem, [config], binary.backend, stream=stream)
     return made.clones(config, binary)
 

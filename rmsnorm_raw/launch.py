@@ -173,8 +173,8 @@ _NOWHERE = Tensor(0)
 def _open_launches(
     problem: Problem, config: Config, binary: Binary, tensors: Tensors
 ) -> Iterator[OpenLaunch]:
-    """The launches on tensors of these strides; none where nothing is asked for."""
-    if problem.rows and problem.cols and problem.outputs:
+    """The launches on tensors of these strides."""
+    if not problem.is_empty:
         build = _forward if problem.op == "forward" else _backward
         yield from build(problem, config, binary.backend.device, tensors)
 

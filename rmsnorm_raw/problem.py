@@ -247,6 +247,11 @@ class Problem:
         return self.rows // self.extras.heads
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch for it: no elements, or no result asked for."""
+        return not (self.rows and self.cols and self.outputs)
+
+    @property
     def out_dtype(self) -> str:
         """The dtype of y, and so of dout."""
         return self.extras.out_dtype or self.dtype

@@ -264,8 +264,7 @@ def require_tunable(problem: Problem, effort: str, budget_s: float | None) -> No
         raise InvalidInput(f"effort {effort!r} is not one of {', '.join(EFFORTS)}")
     if budget_s is not None and not (isinstance(budget_s, numbers.Real) and budget_s > 0):
         raise InvalidInput(f"a budget of {budget_s!r} s: give seconds above 0, or None")
-    wanted = problem.need_dx or problem.need_dweight or problem.extras.bias_dtype
-    if not (problem.rows and problem.cols and wanted):
+    if problem.is_empty:
         raise InvalidInput(f"{problem} launches nothing: there is nothing to tune")
 
 

@@ -333,7 +333,7 @@ def compare(baseline: Kernel, candidate: Kernel) -> stats.Comparison:
         )
     if backend.device.simulated:
         raise measure.Unmeasurable("simulated times say nothing about speed: compare on a GPU")
-    clones.require_launches(baseline.problem, baseline.config, baseline.binary)
+    clones.require_launches(baseline.problem)
     kernels = (baseline, candidate)
     for kernel in kernels:
         check.require(kernel.check(), kernel.problem, kernel.config)
