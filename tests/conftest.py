@@ -162,3 +162,18 @@ def rocm_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(offline, "compile_offline", compile_offline)
+
+
+@pytest.fixture
+def compile_options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each torch.compile of a test, which does all but the code generator's work."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    compiled = torch.compile
+    seen: list[dict[str, Any]] = []
+
+    def quickly(function: Any, **options: Any) -> Any:
+        seen.append(options)
+        return compiled(function, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", quickly)
+    return seen
