@@ -236,6 +236,7 @@ class _Track:
         self._copies = 1
         self._calls_a_sample = 1 if steady else TURNS
         self._kept: list[float] = []
+        self.times_us: list[float] = []
         self._late: list[float] = []
         self.spent_s = 0.0
         self.stopped = ""
@@ -248,10 +249,6 @@ class _Track:
                 call_us = stats.percentile([shot.timed_us for shot in shots], 50)
                 self._calls_a_sample = calls_a_sample(call_us)
 
-    @property
-    def times_us(self) -> list[float]:
-        return means(self._kept, self._calls_a_sample)
-
     def take(self, max_samples: int) -> None:
         """One batch: keeps what the host enqueued in time."""
         opened = perf_counter()
@@ -262,6 +259,7 @@ class _Track:
             else:
                 self._kept.append(shot.timed_us / self._train)
         self.spent_s += perf_counter() - opened
+        self.times_us = means(self._kept, self._calls_a_sample)
 
     def samples(self) -> Samples:
         return Samples(
@@ -305,15 +303,14 @@ class _Track:
 
 def _why_stop(track: _Track, budget_s: float, goal_pct: float, max_samples: int) -> str:
     """The sentence that ends sampling; "" to go on."""
-    times_us = track.times_us
-    low, high = stats.median_interval(times_us)
-    width_pct = 100 * (high - low) / stats.percentile(times_us, 50)
+    low, high = stats.median_interval(track.times_us)
+    width_pct = 100 * (high - low) / stats.percentile(track.times_us, 50)
     if width_pct < goal_pct:
         return f"interval {width_pct:.2g} % < {goal_pct:g} %"
     missed = f"at {width_pct:.2g} % >= {goal_pct:g} %"
     if track.spent_s >= budget_s:
         return f"budget {budget_s:g} s spent {missed}"
-    if len(times_us) >= max_samples:
+    if len(track.times_us) >= max_samples:
         return f"{max_samples} samples taken {missed}"
     return ""
 
