@@ -32,7 +32,8 @@ from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Limits, Samples
 from rmsnorm_raw.space import enumerate_configs, reject_reason
 from rmsnorm_raw.study import rooflines, sweep
-from rmsnorm_raw.study.providers import OURS, Contender, current_stream
+from rmsnorm_raw.study.providers import Contender, current_stream
+from rmsnorm_raw.study.runs import OURS
 from rmsnorm_raw.study.table_file import Row
 from rmsnorm_raw.study.whole_cells import WholeCell, whole_cells
 from rmsnorm_raw.study.whole_providers import of_config, whole_providers

@@ -253,7 +253,8 @@ def _changes(
         )
         if reason := apart_for(one, other, letters):
             # where one run has paths and the other none, no record is why a cell has no tuned row
-            if series[0] == series[1] or not (reason.endswith("no row") and "ours tuned" in series):
+            of_paths = series[0] != series[1] and "ours tuned" in series
+            if (one and other) or not of_paths:
                 apart.setdefault(reason, []).append(cell)
         elif one and other and one.us and other.us:
             compared = compare_rows(one, other, noise)

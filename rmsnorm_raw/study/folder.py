@@ -21,18 +21,14 @@ from typing import Any
 import rmsnorm_raw
 from rmsnorm_raw import environment
 from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
+from rmsnorm_raw.study.runs import CLOCKS, ENVIRONMENT, TABLES
 from rmsnorm_raw.study.table_file import Row, TableFile, record
 
-#: of a sweep, and of the suites
-TABLES = ("sweep.csv", "perf.csv")
-ENVIRONMENT = "environment.json"
 #: facts that must be the same for rows of one table, beside the GPUs' drivers
 SAME = (
     "python", "os", "cpu", "packages", "compilers", "rocm_version", "variables", "backend",
     "device", "toolchain", "providers", "rows_cap", "budget_s", "cells", "tuned", "code",
 )  # fmt: skip
-#: what changes by the minute, and says most right after the device was busy
-CLOCKS = ("nvidia_gpus", "amd_tools")
 
 
 class CannotWrite(RmsnormRawError, OSError):

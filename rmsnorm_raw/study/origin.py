@@ -19,7 +19,8 @@ from urllib.request import url2pathname
 
 import rmsnorm_raw
 from rmsnorm_raw.errors import InvalidInput, RmsnormRawError
-from rmsnorm_raw.study.providers import OURS, Provider, providers
+from rmsnorm_raw.study.providers import Provider, providers
+from rmsnorm_raw.study.runs import OURS
 
 REPOSITORY = Path(rmsnorm_raw.__file__).resolve().parents[1]
 #: what is installed is in one of these, also where a virtual environment lies in the repository,

@@ -36,9 +36,8 @@ from rmsnorm_raw.config import Config
 from rmsnorm_raw.errors import WrongResult
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Problem
+from rmsnorm_raw.study.runs import OURS
 from rmsnorm_raw.study.tensors import Cloned, Tensors
-
-OURS = "ours"
 
 Results = Mapping[str, Any]  # torch's, by the outputs' names
 

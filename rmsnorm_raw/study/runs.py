@@ -21,8 +21,11 @@ from rmsnorm_raw.problem import Op, Problem
 from rmsnorm_raw.study.cells import ARCHIVE_NAME
 
 OURS = "ours"
+#: of a sweep, and of the suites
 TABLES = ("sweep.csv", "perf.csv")
 ENVIRONMENT = "environment.json"
+#: of the latter, what changes by the minute, and says most right after the device was busy
+CLOCKS = ("nvidia_gpus", "amd_tools")
 ARCHIVES = ("hopper_quack_cells.csv", "mi355x_published.csv")
 #: the probe of each of the Hopper archive's percentages and its GB/s, see archive/SOURCES.md
 ARCHIVE_PROBE = {"H200": ("2r1w", 4312.7), "H100": ("write", 3182.3)}

@@ -11,6 +11,7 @@ from rmsnorm_raw.bandwidth import DRIFT_PCT, MATCHED, PROBES
 from rmsnorm_raw.study.page import Block, Heading, Items, Plots, Table, Text
 from rmsnorm_raw.study.plots import Plot, bars, change, curves, heat_map, ratio_strips
 from rmsnorm_raw.study.runs import (
+    CLOCKS,
     ENVIRONMENT,
     OP_OF,
     PAIRS,
@@ -30,8 +31,6 @@ CELL = "rows×columns x/weight"
 PAIR = "bf16/bf16"
 #: entries of a fact that are told one by one
 MOST_SAID = 20
-#: of environment.json: what a finished run has read at its end
-AT_THE_END = ("nvidia_gpus", "amd_tools")
 #: of environment.json: those that have a section of their own
 ELSEWHERE = ("roofline_opening", "roofline_resumed", "roofline_closing", "drift_pct", "suspect")
 
@@ -65,9 +64,9 @@ def environment(run: Run) -> Iterator[Block]:
     facts |= run.environment
     if isinstance(compilers := facts.get("compilers"), dict):
         facts["compilers"] = {tool: _version(lines) for tool, lines in compilers.items()}
-    when = dict.fromkeys(AT_THE_END, "at the end, with what the run itself used")
+    when = dict.fromkeys(CLOCKS, "at the end, with what the run itself used")
     if not facts.get("finished", True):
-        when = dict.fromkeys(AT_THE_END, "at the beginning")
+        when = dict.fromkeys(CLOCKS, "at the beginning")
     if not run.simulated:
         when["idle"] = "before anything was timed, without what the run itself used"
     rows = [

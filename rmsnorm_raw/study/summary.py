@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rmsnorm_raw.bandwidth import DRIFT_PCT
 from rmsnorm_raw.study.cells import ARCHIVE_NAME
-from rmsnorm_raw.study.providers import OURS
+from rmsnorm_raw.study.runs import OURS
 from rmsnorm_raw.study.sweep import PERCENT_OF, Outcome
 from rmsnorm_raw.study.table_file import Row
 

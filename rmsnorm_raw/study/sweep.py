@@ -26,8 +26,9 @@ from rmsnorm_raw.problem import Problem
 from rmsnorm_raw.study.cells import cells, problem_columns
 from rmsnorm_raw.study.folder import Folder
 from rmsnorm_raw.study.origin import Origin
-from rmsnorm_raw.study.providers import OURS, Cell, Provider, current_stream, providers
+from rmsnorm_raw.study.providers import Cell, Provider, current_stream, providers
 from rmsnorm_raw.study.rooflines import closing_facts, read_roofline, roofline_facts
+from rmsnorm_raw.study.runs import OURS
 from rmsnorm_raw.study.table_file import Row, TableFile
 
 PERCENT_OF = (*PROBES, "best", "matched")
@@ -53,6 +54,7 @@ NUMBERS = (
 )  # fmt: skip
 #: likewise, or 0
 SPEEDS = ("gbps", *(f"pct_{probe}" for probe in PERCENT_OF))
+TABLE = TableFile("sweep.csv", COLUMNS, KEY, NUMBERS, SPEEDS)
 #: characters; a compiler's log may have more than the 131,072 that csv reads of a field
 MOST_NOTE = 100_000
 #: rows of a cell on the simulator. The ladder's largest grid there is 8 programs of 4 rows: they go
@@ -212,11 +214,11 @@ def sweep(
         "tuned": {str(it.problem): it.config.slug for it in planned if it.path == "tuned"},
         "chosen_by": chosen_by,
     }
-    keys = {it: _key(it.columns(backend.device)) for it in planned}
-    table = TableFile("sweep.csv", COLUMNS, KEY, NUMBERS, SPEEDS, frozenset(keys.values()))
+    keys = {it: TABLE.key_of(it.columns(backend.device)) for it in planned}
+    table = replace(TABLE, planned=frozenset(keys.values()))
     with contextlib.closing(Folder(out_dir, table, facts)) as folder:
         opened()
-        done = {_key(row) for row in folder.rows}
+        done = {TABLE.key_of(row) for row in folder.rows}
         left = [it for it in planned if keys[it] not in done]
         build_all([(it.problem, it.config) for it in left if it.path], backend, progress)
         looks.append(look())
@@ -247,10 +249,6 @@ def sweep(
         )  # fmt: skip
     progress(steps, steps, "done")
     return outcome
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return tuple(row[name] for name in KEY)
 
 
 def _open_roofline(

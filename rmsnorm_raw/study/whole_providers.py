@@ -24,7 +24,8 @@ from rmsnorm_raw.extras import LEAST_SCALE
 from rmsnorm_raw.ladder import default_config
 from rmsnorm_raw.measure import Call
 from rmsnorm_raw.problem import Problem
-from rmsnorm_raw.study.providers import OURS, Contender, Provider, Results, over
+from rmsnorm_raw.study.providers import Contender, Provider, Results, over
+from rmsnorm_raw.study.runs import OURS
 from rmsnorm_raw.study.tensors import Tensors, placed
 from rmsnorm_raw.study.whole_cells import WholeCell
 
